@@ -1,0 +1,35 @@
+"""What every rollout engine answers to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from rolecall.samples import Request, Sample
+
+
+class Engine(Protocol):
+    """Generates from its current weights.
+
+    ``version`` counts weight syncs (0: the weights it started with) and is written into every sample.
+    ``kind`` is the engine's name as configured ("native", "transformers").
+    """
+
+    kind: str
+    version: int
+
+    def generate(self, requests: list[Request]) -> list[Sample]:
+        """All ``n`` samples of every request, in request order, then by ``index``.
+
+        Raises UserError for a prompt that is empty or leaves no room for a response in the model's context.
+        """
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """Write every parameter (Hugging Face names) and return the checksum of what is now in place.
+
+        All or nothing: an unknown name, a missing one or a wrong shape raises before anything is written.
+        """
+        ...

@@ -1,0 +1,24 @@
+"""The errors that a user is meant to read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """What the user can mend: the message says what was wrong, with the value, and what to do.
+
+    The command line prints it alone (no traceback) and exits with code 2.
+    """
+
+
+class RunError(Exception):
+    """A run that cannot go on (a role died, a call timed out, a check failed); its checkpoints stay resumable."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for a mistyped name: `` Did you mean 'temperature'?``, or the list of what is known."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
