@@ -1,0 +1,202 @@
+"""From a name in the configuration to a model on its device, or one clear message why not."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from filelock import FileLock
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from rolecall import config as configuration
+from rolecall.errors import UserError, nearest
+from rolecall.models.attention import why_unsupported
+
+# Each module's make(folder) writes the model.
+BUILT_IN = {"smollm2-135m-instruct": "rolecall.models.smollm2", "tiny": "rolecall.models.tiny"}
+LAYOUT = "1"  # of the cache; counted up when a built-in model is made differently
+
+transformers_logging.disable_progress_bar()  # a bar for each shard would tear the run's own display
+
+
+@dataclass
+class Loaded:
+    """A causal model in eval mode with its tokenizer.
+
+    ``why``: None where the model runs under Rolecall's attention layouts (packing, the native engine), else the reason.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    why: str | None
+
+    @property
+    def packed(self) -> bool:
+        return self.why is None
+
+
+def device() -> torch.device:
+    """The GPU if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve(path: str) -> str:
+    """What ``transformers`` can load: a built-in name becomes its folder, made once; the rest passes through.
+
+    Built-in models lie in $ROLECALL_CACHE, or ~/.cache/rolecall. A folder appears there whole or not at all.
+
+    Raises:
+        UserError: ``path`` is neither a folder, a built-in name, nor written like a hub id.
+    """
+    if path in BUILT_IN:
+        return str(_built_in(path))
+    if Path(path).is_dir():
+        return path
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
+        raise UserError(f"model.path: there is no folder {path!r}. {_choices(path)}")
+    return path
+
+
+def _built_in(name: str) -> Path:
+    cache = Path(os.environ.get("ROLECALL_CACHE") or Path.home() / ".cache" / "rolecall") / "models" / LAYOUT
+    folder = cache / name
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"{name}.lock"):
+        if not folder.is_dir():
+            new = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
+            try:
+                importlib.import_module(BUILT_IN[name]).make(new)
+                new.chmod(0o755)
+                new.rename(folder)
+            finally:
+                shutil.rmtree(new, ignore_errors=True)
+    return folder
+
+
+def load(config: configuration.Model, device: torch.device | str) -> Loaded:
+    """Load a causal model in eval mode, in the configured type, on ``device``.
+
+    Raises:
+        UserError: the model cannot be had, is no causal language model, does not fit in memory, lacks weights, or has
+            no chat template.
+    """
+    device = torch.device(device)
+    path = resolve(config.path)
+    dtype = _dtype(config.dtype, device)
+    try:
+        architecture = AutoConfig.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"model.path: {config.path!r} cannot be loaded: {_short(error)} {_choices(config.path)}"
+        ) from None
+    _check_causal(architecture, config.path)
+    _set_chat_template(tokenizer, config)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # padding is always masked, so any token will do
+    check_memory(weight_bytes(architecture, dtype), f"the weights of {config.path}", device)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"model.path: the weights of {config.path!r} cannot be loaded: {_short(error)}") from None
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(
+            f"model.path: {config.path!r} lacks {len(missing)} of its weights ({', '.join(missing[:3])}, ...): "
+            "they would be random. Check that the folder is complete."
+        )
+    model = model.to(device).eval()
+    return Loaded(model, tokenizer, why_unsupported(model))
+
+
+def weight_bytes(architecture: Any, dtype: torch.dtype) -> int:
+    """Bytes of a model's parameters, from its configuration alone (tied ones counted once)."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(architecture)
+    return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+
+
+def check_memory(needed_bytes: int, what: str, device: torch.device | str) -> None:
+    """Refuse to start what cannot end well.
+
+    Raises:
+        UserError: ``what`` needs more than is free on ``device``, with both figures.
+    """
+    available = free_memory(torch.device(device))
+    if needed_bytes > available:
+        raise UserError(
+            f"Too little memory: {what} needs {needed_bytes / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are free "
+            f"on {device}. Use a smaller model (model.path) or type (model.dtype), or a larger machine."
+        )
+
+
+def free_memory(device: torch.device) -> int:
+    """Free bytes: of the GPU, or of this machine within the limit of its container (cgroup v2 or v1)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    left = psutil.virtual_memory().available
+    root = Path("/sys/fs/cgroup")
+    for limit, usage, stat in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        if (root / limit).is_file() and (text := (root / limit).read_text().strip()) != "max":
+            cache = re.search(r"^inactive_file (\d+)$", (root / stat).read_text(), re.MULTILINE)
+            used = int((root / usage).read_text()) - (
+                int(cache[1]) if cache else 0
+            )  # the kernel drops this cache first
+            left = min(left, int(text) - used)
+    return max(left, 0)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
+
+
+def _check_causal(architecture: Any, path: str) -> None:
+    known: Any = AutoModelForCausalLM._model_mapping
+    made_as = ", ".join(architecture.architectures or []) or type(architecture).__name__
+    causal = type(architecture) in known
+    if causal and architecture.architectures:
+        # A BERT or a reward model has a causal class too, whose head its folder does not hold.
+        causal = known[type(architecture)].__name__ in architecture.architectures
+    if not causal:
+        raise UserError(f"model.path: {path!r} is a {made_as}, not a causal language model. {_choices(path)}")
+
+
+def _set_chat_template(tokenizer: Any, config: configuration.Model) -> None:
+    if config.chat_template is not None:
+        file = Path(config.chat_template)
+        if not file.is_file():
+            raise UserError(f"model.chat_template: there is no file {config.chat_template!r}.")
+        tokenizer.chat_template = file.read_text()
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"model.path: {config.path!r} has no chat template. Use the model's instruction-tuned variant, or give a "
+            "Jinja file: --model.chat_template FILE."
+        )
+
+
+def _choices(path: str) -> str:
+    hint = nearest(path, BUILT_IN) if "/" not in path else ""
+    return f"It may be a folder, a hub id (organisation/name), or built in: {', '.join(BUILT_IN)}." + (
+        hint if hint.startswith(" Did") else ""
+    )
+
+
+def _short(error: Exception) -> str:
+    """The first sentence or line of a library's message."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}".rstrip(".") + "."
