@@ -1,0 +1,131 @@
+"""Rewards to advantages: on the last token, through a Critic (GAE), or against the group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rolecall.algorithms.masked import masked_mean, real, select
+from rolecall.errors import UserError, nearest
+
+SCALES = ("std", "none")
+BASELINES = ("mean", "leave-one-out")
+
+
+def token_rewards(rewards: Tensor, mask: Tensor, *, kl: Tensor | None = None, beta: float = 0.0) -> Tensor:
+    """Each sample's reward on its last action token, minus ``beta`` times the KL of every action token.
+
+    r_t = [t is the last action token] R - beta kl_t    (InstructGPT, 2203.02155, section 3.5; Ziegler et al.,
+    1909.08593, eq. 2)
+
+    Args:
+        rewards: (B,), one a sample. mask: (B, T). kl: (B, T) per-token estimates (k1 is the one whose sum is the
+            sequence's log-ratio), detached here.
+
+    Returns:
+        (B, T). A row without action tokens is all 0, whatever its reward.
+    """
+    action = mask.bool()
+    if rewards.shape != action.shape[:1]:
+        raise UserError(f"{tuple(rewards.shape)} rewards for a mask of {tuple(mask.shape)}: one a row is needed.")
+    last = action & (action.flip(-1).cumsum(-1).flip(-1) == 1)
+    placed = select(rewards[:, None].expand(action.shape), last)
+    return placed if kl is None else placed - beta * select(kl.detach(), action)
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (1506.02438, eq. 16), over action tokens only.
+
+    delta_t = r_t + gamma V_next(t) - V_t,   A_t = delta_t + gamma lam A_next(t),   return_t = A_t + V_t
+
+    next(t) is the next *action* token: what a tool, the environment or padding wrote in between neither bootstraps
+    nor decays. After the last one V and A are 0 (the response ended, by whatever cause).
+
+    Args:
+        rewards, values, mask: (B, T) each.
+
+    Returns:
+        advantages and returns, (B, T) each, detached, 0 where masked.
+    """
+    action = mask.bool()
+    rewards, values = select(rewards.detach(), action), select(values.detach(), action)
+    advantages = torch.zeros_like(values)
+    next_value = next_advantage = values.new_zeros(values.shape[0])
+    for t in reversed(range(values.shape[1])):
+        here = action[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(here, delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(here, values[:, t], next_value)
+        advantages[:, t] = torch.where(here, next_advantage, 0.0)
+    return advantages, advantages + values
+
+
+def group_advantages(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    scale: str = "std",
+    baseline: str = "mean",
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Rewards against those of the same group: A_i = (r_i - baseline) / scale.
+
+    * baseline "mean", scale "std": GRPO (2402.03300, section 4.1.2).
+    * baseline "mean", scale "none": Dr. GRPO (2503.20783).
+    * baseline "leave-one-out", scale "none": RLOO (2402.14740, eq. 8), the mean of the *others*, so unbiased.
+
+    The deviation is the sample's (divided by G - 1), with nothing added: a group is a sample of what the policy earns
+    at this prompt, and TRL, verl and OpenRLHF take the same one (plus 1e-4 or 1e-6, which only hides flat groups).
+
+    A flat group gives exactly 0. Flat means equal to within a few roundings of the rewards' own type, because
+    0.1 + 0.2 and 0.3 are the same reward and the difference must not be divided by itself.
+
+    Args:
+        rewards: (N,). group_ids: (N,) integers in any order; a group's members need not be neighbours.
+        mask: (N,), which samples take part (those with an action token); the others get 0 and count nowhere.
+
+    Returns:
+        (N,), detached.
+    """
+    if scale not in SCALES:
+        raise UserError(f"Unknown scale {scale!r}.{nearest(scale, SCALES)}")
+    if baseline not in BASELINES:
+        raise UserError(f"Unknown baseline {baseline!r}.{nearest(baseline, BASELINES)}")
+    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
+        raise UserError(f"{tuple(rewards.shape)} rewards and {tuple(group_ids.shape)} group ids: one of each a sample.")
+    member = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
+    kind = real(rewards).dtype
+    # float64 inside: N is small, and the mean of a float32 group is then exact enough to subtract.
+    chosen = select(rewards.detach(), member).double()
+    groups, group = torch.unique(group_ids, return_inverse=True)
+    empty = chosen.new_zeros(len(groups))
+    size = empty.index_add(0, group, member.double())
+
+    center = (empty.index_add(0, group, chosen) / size.clamp(min=1))[group]
+    centered = torch.where(member, chosen - center, 0.0)
+    deviation = (empty.index_add(0, group, centered.square()) / (size - 1).clamp(min=1)).sqrt()[group]
+
+    high = torch.full_like(empty, -torch.inf).scatter_reduce(0, group[member], chosen[member], "amax")
+    low = torch.full_like(empty, torch.inf).scatter_reduce(0, group[member], chosen[member], "amin")
+    flat = (high - low <= 4 * torch.finfo(kind).eps * torch.maximum(high.abs(), low.abs()))[group]
+
+    if baseline == "leave-one-out":  # r_i - mean of the others = (r_i - mean of all) G / (G - 1)
+        centered = centered * (size / (size - 1).clamp(min=1))[group]
+    advantages = centered / deviation if scale == "std" else centered
+    return torch.where(member & ~flat, advantages, 0.0).to(kind)
+
+
+def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Mean 0 and (sample) deviation 1 over the action tokens; exactly 0 everywhere if they are all equal.
+
+    (B, T) each -> (B, T), 0 where masked. Call it on the whole step's batch: whitening micro-batches one by one
+    gives the same sample another advantage for another split.
+    """
+    action = mask.bool()
+    chosen = select(advantages.detach(), action)
+    centered = select(chosen - masked_mean(chosen, action), action)
+    deviation = (centered.square().sum() / (action.sum() - 1).clamp(min=1)).sqrt()
+    flat = (chosen[action] == chosen[action][:1]).all()
+    return torch.where(action & ~flat, centered / deviation, 0.0)

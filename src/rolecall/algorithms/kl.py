@@ -1,0 +1,81 @@
+"""How far the policy is from the Reference, and the controller that holds it there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rolecall.algorithms.masked import select
+from rolecall.errors import RunError, UserError, nearest
+
+ESTIMATORS = ("k1", "k2", "k3")
+# e^20 is 5e8: nothing that an estimate or a ratio should go beyond, and far from float32's overflow at e^88.
+LOG_LIMIT = 20.0
+
+
+def kl(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str = "k2", mask: Tensor | None = None) -> Tensor:
+    """A one-sample estimate of KL(policy, Reference) a token, for tokens the policy sampled.
+
+    With d = log pi - log ref (Schulman, "Approximating KL divergence", joschu.net/blog/kl-approx.html):
+
+    ==  ==================  =====================================  =====================================
+    k1  d                   unbiased, any sign                     gradient is 0 in expectation
+    k2  d^2 / 2             biased, second-order                   gradient is exactly the KL's on-policy
+    k3  exp(-d) - 1 + d     unbiased, never negative               gradient is that of KL(Reference, policy)
+    ==  ==================  =====================================  =====================================
+
+    So k1 in the reward, k2 in the loss, k3 as the metric (docs/grpo.md shows it on three tokens).
+
+    Args:
+        logprobs, ref_logprobs: (B, T). Gradients flow to ``logprobs`` only.
+        mask: (B, T). Needed where masked slots may hold NaN and the result is differentiated.
+
+    Returns:
+        (B, T), 0 where masked.
+    """
+    if estimator not in ESTIMATORS:
+        raise UserError(f"Unknown KL estimator {estimator!r}.{nearest(estimator, ESTIMATORS)}")
+    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
+    d = select(logprobs, mask) - select(ref_logprobs.detach(), mask)
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return 0.5 * d.square()
+    return torch.exp((-d).clamp(max=LOG_LIMIT)) - 1 + d
+
+
+@dataclass
+class AdaptiveKL:
+    """beta that moves the measured KL towards a target (Ziegler et al., 1909.08593, section 2.2).
+
+    error = clip(KL / target - 1, -0.2, 0.2),   beta <- beta (1 + error n / horizon)
+
+    Args:
+        beta: the present weight of the KL term; all the state there is.
+        target: the KL a token to hold.
+        horizon: samples over which beta adapts.
+    """
+
+    beta: float
+    target: float
+    horizon: float
+
+    def __post_init__(self) -> None:
+        if not (self.target > 0 and self.horizon > 0 and self.beta >= 0):
+            raise UserError(f"{self}: target and horizon must be above 0 and beta not below.")
+
+    def update(self, measured_kl: float, n: int) -> float:
+        """The new beta after ``n`` samples with this mean KL; never lower for a higher KL.
+
+        Raises:
+            RunError: the measured KL is not a finite number.
+        """
+        if not math.isfinite(measured_kl):
+            raise RunError(f"The KL to the Reference is {measured_kl}: the policy has diverged.")
+        error = min(max(measured_kl / self.target - 1, -0.2), 0.2)
+        # More samples than the horizon count as the horizon, else beta could turn negative.
+        self.beta *= 1 + error * min(n / self.horizon, 1.0)
+        return self.beta
