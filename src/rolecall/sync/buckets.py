@@ -1,0 +1,129 @@
+"""What travels in a sync: the policy's parameters under their Hugging Face names, cut into buckets of bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rolecall.errors import RunError
+
+BUCKET_BYTES = 512 * 2**20
+ALIGNMENT = 256  # bytes: every tensor starts where any dtype, and a GPU's widest load, may start
+Weights = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies in its bucket; ``offset`` in bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors one behind the other in one array of bytes, ``data`` (uint8): it crosses processes without a copy."""
+
+    entries: tuple[Entry, ...]
+    data: np.ndarray
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) views on the bucket's bytes; they are read-only where the array is."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            data = torch.from_numpy(self.data)
+        for entry in self.entries:
+            raw = data[entry.offset : entry.offset + entry.nbytes]
+            yield entry.name, raw.view(entry.dtype).view(entry.shape)
+
+
+def plan(weights: Weights, limit: int = BUCKET_BYTES) -> list[tuple[Entry, ...]]:
+    """Cut the weights, in their order, into buckets of at most ``limit`` bytes; a larger tensor has one of its own."""
+    buckets: list[list[Entry]] = []
+    end = limit
+    for name, tensor in weights:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        if start + tensor.nbytes > limit:
+            buckets.append([])
+            start = 0
+        buckets[-1].append(Entry(name, tuple(tensor.shape), tensor.dtype, start))
+        end = start + tensor.nbytes
+    return [tuple(bucket) for bucket in buckets]
+
+
+def pack(weights: dict[str, Tensor], entries: tuple[Entry, ...]) -> Bucket:
+    """Copy the tensors that ``entries`` name from any device into one array in host memory."""
+    data = np.zeros(entries[-1].offset + entries[-1].nbytes, dtype=np.uint8)
+    bucket = Bucket(entries, data)
+    for name, place in bucket.tensors():
+        place.copy_(weights[name].detach())
+    return bucket
+
+
+def unpack(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of all buckets, as views."""
+    return chain.from_iterable(bucket.tensors() for bucket in buckets)
+
+
+def check_coverage(weights: Weights, parameters: Weights) -> None:
+    """Refuse weights that are not exactly the parameters: each one once, in its shape and dtype.
+
+    Raises:
+        RunError: with the names that are missing, unknown or given twice, or the first that does not fit.
+    """
+    expected = dict(parameters)
+    got: dict[str, Tensor] = {}
+    twice = []
+    for name, tensor in weights:
+        if name in got:
+            twice.append(name)
+        got[name] = tensor
+    missing, unknown = expected.keys() - got.keys(), got.keys() - expected.keys()
+    faults = [
+        f"{what}: {', '.join(sorted(names)[:5])}{' ...' if len(names) > 5 else ''}"
+        for what, names in (("missing", missing), ("unknown", unknown), ("given twice", twice))
+        if names
+    ]
+    faults += [
+        f"{name} comes as {tensor.dtype} {tuple(tensor.shape)} for {expected[name].dtype} {tuple(expected[name].shape)}"
+        for name, tensor in got.items()
+        if name in expected and (tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype)
+    ][:1]
+    if faults:
+        raise RunError(f"The weights are not the engine's {len(expected)} parameters: {'; '.join(faults)}.")
+
+
+@torch.no_grad()
+def checksum(weights: Weights) -> str:
+    """A digest of every bit of the weights, with names, shapes and dtypes: the same on every device, in every order.
+
+    Each tensor, read as a table of 64-bit words, is summed by row and by column (modulo 2^64, so in any order), and
+    the sums are hashed: one changed word changes both kinds, two swapped words at least one. It reads memory at 6 GB/s
+    on one CPU core, three to six times as fast as hashing all of it.
+    """
+    return hashlib.blake2b("".join(sorted(_digest(name, value) for name, value in weights)).encode()).hexdigest()[:32]
+
+
+def _digest(name: str, value: Tensor) -> str:
+    raw = value.detach().contiguous().view(-1).view(torch.uint8)
+    columns = 1024
+    whole = len(raw) // (8 * columns) * (8 * columns)
+    table = raw[:whole].view(torch.int64).view(-1, columns)
+    parts = (table.sum(0), table.sum(1), raw[whole:])
+    digest = hashlib.blake2b(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+    for part in parts:
+        digest.update(part.cpu().numpy().data)
+    return digest.hexdigest()
