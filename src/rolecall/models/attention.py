@@ -114,6 +114,9 @@ def why_unsupported(model: nn.Module) -> str | None:
     (sinks, soft-capping), or by transforming the logits behind its output embedding.
     """
     any_model: Any = model
+    layers = set(getattr(any_model.config, "layer_types", None) or [])
+    if other := sorted(layers - {"full_attention", "sliding_attention"}):  # longer inputs would tell, these do not
+        return f"{type(model).__name__} has layers of another kind: {', '.join(other)}"
     before = any_model.config._attn_implementation
     device = next(model.parameters()).device
     vocabulary = any_model.get_input_embeddings().weight.shape[0]

@@ -76,6 +76,8 @@ def _built_in(name: str) -> Path:
             new = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
             try:
                 importlib.import_module(BUILT_IN[name]).make(new)
+                for file in new.iterdir():
+                    file.chmod(0o644)
                 new.chmod(0o755)
                 new.rename(folder)
             finally:
@@ -93,17 +95,9 @@ def load(config: configuration.Model, device: torch.device | str) -> Loaded:
     device = torch.device(device)
     path = resolve(config.path)
     dtype = _dtype(config.dtype, device)
-    try:
-        architecture = AutoConfig.from_pretrained(path)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"model.path: {config.path!r} cannot be loaded: {_short(error)} {_choices(config.path)}"
-        ) from None
+    tokenizer = load_tokenizer(config)
+    architecture = _from_pretrained(AutoConfig, config.path)
     _check_causal(architecture, config.path)
-    _set_chat_template(tokenizer, config)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # padding is always masked, so any token will do
     check_memory(weight_bytes(architecture, dtype), f"the weights of {config.path}", device)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
@@ -117,6 +111,19 @@ def load(config: configuration.Model, device: torch.device | str) -> Loaded:
         )
     model = model.to(device).eval()
     return Loaded(model, tokenizer, why_unsupported(model))
+
+
+def load_tokenizer(config: configuration.Model) -> Any:
+    """The model's tokenizer, with a chat template and a padding token.
+
+    Raises:
+        UserError: the tokenizer cannot be had, or there is no chat template.
+    """
+    tokenizer = _from_pretrained(AutoTokenizer, config.path)
+    _set_chat_template(tokenizer, config)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # padding is always masked, so any token will do
+    return tokenizer
 
 
 def weight_bytes(architecture: Any, dtype: torch.dtype) -> int:
@@ -157,6 +164,13 @@ def free_memory(device: torch.device) -> int:
             )  # the kernel drops this cache first
             left = min(left, int(text) - used)
     return max(left, 0)
+
+
+def _from_pretrained(kind: Any, path: str) -> Any:
+    try:
+        return kind.from_pretrained(resolve(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.path: {path!r} cannot be loaded: {_short(error)} {_choices(path)}") from None
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

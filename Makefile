@@ -1,0 +1,36 @@
+# make demo   set up and train a real 135M model by GRPO, on whatever this machine has
+# make test   set up a clean environment and run the whole test suite
+# make check  lint and types
+#
+# PYTHON  the interpreter to build the environment with (3.11 or newer)
+# VENV    where the environment goes
+# PIP     what else pip is told, e.g. PIP="--extra-index-url https://download.pytorch.org/whl/cpu" for a small torch
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP ?=
+BIN := $(VENV)/bin
+
+.PHONY: demo test check clean
+
+demo: $(VENV)/.demo
+	$(BIN)/rolecall demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/.%: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Rolecall needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12 ..."; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q -c constraints.txt $(PIP) -e '.[$*]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,3 @@
+from rolecall.cli import main
+
+main()

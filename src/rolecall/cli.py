@@ -1,0 +1,121 @@
+"""The command line. Exit codes: 0 done, 1 the run failed (resumable), 2 something for the user to mend."""
+
+from __future__ import annotations
+
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rolecall.errors import RunError, UserError
+
+app = typer.Typer(
+    help="Distributed RL post-training: PPO and GRPO for language models, from one laptop to a cluster.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="rich",
+)
+
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+Recipe = Annotated[str, typer.Argument(help="Configuration file, such as recipes/grpo-arithmetic.toml")]
+
+
+@app.command(context_settings=OVERRIDES)
+def train(
+    context: typer.Context,
+    file: Recipe,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its newest checkpoint")] = False,
+) -> None:
+    """Train as FILE says; any field is overridden by [bold]--section.key value[/bold] (docs/configuration.md)."""
+    from rolecall.config import Config
+    from rolecall.loop.run import train as run
+
+    run(Config.load(file, context.args), resume=resume)
+
+
+@app.command(context_settings=OVERRIDES)
+def demo(context: typer.Context) -> None:
+    """Teach a 135M chat model one-digit addition by GRPO, in minutes, on whatever is here. Takes overrides, too."""
+    from rolecall.config import Config
+    from rolecall.loop.run import train as run
+
+    with resources.as_file(resources.files("rolecall") / "demo.toml") as file:
+        config = Config.load(file, context.args)
+    if "--run.dir" not in context.args:
+        config.run.dir = str(_unused(Path("runs/demo")))
+    run(config)
+
+
+@app.command("eval", context_settings=OVERRIDES)
+def evaluate(
+    context: typer.Context,
+    file: Recipe,
+    model: Annotated[str, typer.Option(help="Folder or hub id to evaluate instead of the file's model")] = "",
+) -> None:
+    """Score a model on the held-out prompts of FILE."""
+    from rolecall.config import Config
+    from rolecall.loop.evaluation import evaluate_model
+
+    config = Config.load(file, context.args)
+    if model:
+        config.model.path = model
+    evaluate_model(config)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="Folder of a run, such as runs/demo")]) -> None:
+    """Write RUN/report.html: curves, stage times, samples, configuration, in one file that opens anywhere."""
+    from rolecall.telemetry.report import write
+
+    print(write(run))
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="demo, learning or rollout")],
+    out: Annotated[Path, typer.Option(help="Folder for NAME.md and results/NAME.json")] = Path("benchmarks"),
+) -> None:
+    """Run one benchmark side by side with what it is compared to, and write its table."""
+    from rolecall.bench import run
+
+    run(name, out)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, which engines and devices are usable, and what to install for the rest."""
+    from rolecall.doctor import main
+
+    raise typer.Exit(main())
+
+
+def main() -> None:
+    """Entry point: turns the errors that users are meant to read into one message and an exit code."""
+    try:
+        app()
+    except UserError as error:
+        _complain(str(error))
+        sys.exit(2)
+    except RunError as error:
+        _complain(str(error))
+        sys.exit(1)
+    except KeyboardInterrupt:
+        _complain("Stopped. The run continues from its newest checkpoint with --resume.")
+        sys.exit(130)
+
+
+def _complain(message: str) -> None:
+    Console(stderr=True).print(f"[bold red]rolecall:[/bold red] {message}", highlight=False, soft_wrap=True)
+
+
+def _unused(folder: Path) -> Path:
+    """``folder``, or with the first free number behind it."""
+    candidate, number = folder, 1
+    while candidate.exists():
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate

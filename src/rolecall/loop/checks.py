@@ -1,0 +1,64 @@
+"""What every run asserts at its first step, when the right answers are known in advance."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from rolecall.config import Config
+from rolecall.errors import RunError
+from rolecall.loop.stages import Group, Metrics
+from rolecall.samples import Sample
+
+MISMATCH_LIMIT = 0.02  # mean |trainer - engine| log-probability; bfloat16 engines stay under 0.015
+START_LIMIT = 0.02  # the same for Actor against Reference, which start from the same weights
+
+
+def first_step(config: Config, groups: list[Group], samples: list[Sample], metrics: Metrics) -> None:
+    """Stop a run whose first step shows that a part disagrees with another.
+
+    Raises:
+        RunError: with the two things compared and their values.
+    """
+    _groups_complete(config, groups, samples)
+    _versions_known(samples)
+    action_tokens = sum(sample.action_tokens for sample in samples)
+    for name, found, wanted, limit in (
+        ("KL(policy, old policy) before the first update", metrics.get("first/approx_kl"), 0.0, 1e-5),
+        ("largest ratio policy / old policy before the first update", metrics.get("first/ratio_max"), 1.0, 1e-3),
+        ("mean |Actor - engine| log-probability", metrics.get("mismatch/mean"), 0.0, MISMATCH_LIMIT),
+        ("mean |Actor - Reference| log-probability at the start", _start_gap(samples), 0.0, START_LIMIT),
+        ("sum of the loss weights (action tokens)", metrics.get("first/loss_tokens"), action_tokens, 0.5),
+    ):
+        if found is not None and not abs(found - wanted) <= limit:
+            raise RunError(f"First-step check failed: {name} is {found:.6g}, expected {wanted:g} (within {limit:g}).")
+
+
+def _groups_complete(config: Config, groups: list[Group], samples: list[Sample]) -> None:
+    size = config.rollout.group_size
+    counts = Counter((sample.group_id, sample.prompt_id) for sample in samples)
+    for group_id, prompt in groups:
+        if (count := counts.pop((group_id, prompt.id), 0)) != size:
+            raise RunError(f"First-step check failed: group {group_id} has {count} samples, expected {size}.")
+    if counts:
+        raise RunError(f"First-step check failed: samples of groups that were not asked for: {sorted(counts)}.")
+
+
+def _versions_known(samples: list[Sample]) -> None:
+    for sample in samples:
+        covered = [position for start, end, _ in sample.versions for position in range(start, end)]
+        if covered != list(range(len(sample.response))):
+            raise RunError(
+                f"First-step check failed: version spans {sample.versions} do not cover the "
+                f"{len(sample.response)} tokens of sample {sample.index} in group {sample.group_id}."
+            )
+
+
+def _start_gap(samples: list[Sample]) -> float | None:
+    gaps = [
+        abs(old - ref)
+        for sample in samples
+        for old, ref, action in zip(sample.old_logprobs, sample.ref_logprobs, sample.response_mask, strict=False)
+        if action
+    ]
+    return math.fsum(gaps) / len(gaps) if gaps else None

@@ -1,0 +1,199 @@
+"""A run from the configuration to the trained model: set up, loop, evaluate, save, resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolecall import algorithms, cluster, data, engines, models, rewards
+from rolecall.config import Config
+from rolecall.errors import UserError
+from rolecall.loop import evaluation, sync
+from rolecall.loop.stages import Context, synchronise
+from rolecall.samples import Prompt, Sample
+from rolecall.telemetry import metrics as telemetry
+from rolecall.telemetry import report, versions
+from rolecall.telemetry.console import Console
+from rolecall.training import checkpoint
+
+SAMPLES_LOGGED = 16  # a step, in samples.jsonl
+
+
+@dataclass
+class Run:
+    """A finished run: its folder, and what is in it."""
+
+    dir: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dictionary a step."""
+        return telemetry.read(self.dir / "metrics.jsonl")
+
+    @property
+    def heldout(self) -> dict[int, float]:
+        """Held-out accuracy by step (0: before training)."""
+        return evaluation.accuracy_by_step(self.dir)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The newest checkpoint, which ``resume=True`` continues from."""
+        found = checkpoint.latest(self.dir)
+        assert found is not None  # a finished run has saved its last step
+        return found
+
+    @property
+    def model(self) -> Path:
+        """The trained model as a Hugging Face folder."""
+        return self.dir / "model"
+
+    @property
+    def report(self) -> Path:
+        return self.dir / "report.html"
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Copy the trained model to ``folder``, which ``transformers`` loads."""
+        shutil.copytree(self.model, folder, dirs_exist_ok=True)
+
+
+@dataclass
+class State:
+    """What the loop itself must remember between steps; each role saves its own."""
+
+    context: Context
+    sampler: data.Sampler
+    step: int = 0
+
+    def save(self, run_dir: Path) -> None:
+        """Write a checkpoint of the whole run, all or nothing."""
+        with checkpoint.writing(run_dir, self.step) as folder:
+            for name in self._trained:
+                getattr(self.context.roles, name).save(str(folder / name))
+            state = {
+                "step": self.step,
+                "sampler": self.sampler.state(),
+                "kl_beta": self.context.kl.beta,
+                "versions": versions.collect(),
+            }
+            (folder / "state.json").write_text(json.dumps(state, indent=2))
+        checkpoint.prune(run_dir, self.context.config.run.keep)
+
+    def load(self, folder: Path) -> None:
+        """Continue from a checkpoint: the loop's own state, then each trained role's."""
+        state = json.loads((folder / "state.json").read_text())
+        self.step = state["step"]
+        self.sampler.restore(state["sampler"])
+        self.context.kl.beta = state["kl_beta"]
+        for name in self._trained:
+            getattr(self.context.roles, name).load(str(folder / name))
+
+    @property
+    def _trained(self) -> list[str]:
+        return [name for name in ("actor", "critic") if name in self.context.config.roles]
+
+
+def train(config: Config, *, resume: bool = False) -> Run:
+    """Train as configured and return the finished run.
+
+    Args:
+        config: the whole run. ``config.run.dir`` must be new, unless ``resume``.
+        resume: continue the run in ``config.run.dir`` from its newest checkpoint, to the same result as if it had
+            never stopped; without a checkpoint, start it anew.
+
+    Raises:
+        UserError: what the user can mend, before anything is written.
+        RunError: a role died, hung or failed a check; the checkpoints stay resumable.
+    """
+    run_dir = Path(config.run.dir or "runs/run")
+    start = _where_to_start(run_dir, resume)
+    config.check_trainable()
+    engines.check_name(config.rollout.engine)
+    rewards.resolve(config.reward.function)
+    with Console(config) as console:
+        console.status("reading the data")
+        tokenizer = models.load_tokenizer(config.model)
+        train_prompts, heldout, note = data.load_prompts(config, tokenizer)
+        console.note(note)
+        console.status("starting the roles")
+        with cluster.spawn(config) as roles:
+            controller = algorithms.AdaptiveKL(config.kl_beta, config.kl_target, config.algorithm.kl_horizon)
+            context = Context(config, roles, controller)
+            state = State(context, data.Sampler(train_prompts, config.run.seed))
+            if start:
+                state.load(start)
+            with _recording(run_dir, state, console) as log:
+                _loop(run_dir, state, heldout, log, console)
+            console.status("saving the model")
+            roles.actor.save_pretrained(str(run_dir / "model"))
+        report.write(run_dir)
+        console.summary(run_dir)
+    return Run(run_dir)
+
+
+def _loop(run_dir: Path, state: State, heldout: list[Prompt], log: telemetry.MetricsLog, console: Console) -> None:
+    """Steps until the last one, with evaluation before, between and after, and checkpoints as configured."""
+    context, settings = state.context, state.context.config.run
+    synchronise(context)  # the engine may hold weights of its own; a resumed run's are not the ones it loaded
+    if state.step == 0:
+        console.status("evaluating before training")
+        console.evaluated(evaluation.evaluate(context, heldout, run_dir, step=0))
+    while state.step < settings.steps:
+        groups = state.sampler.draw(context.config.rollout.prompts)
+        samples, metrics = sync.take_step(context, groups, state.step + 1)
+        state.step += 1
+        last = state.step == settings.steps
+        if heldout and (last or (settings.eval_every and state.step % settings.eval_every == 0)):
+            metrics["heldout/accuracy"] = evaluation.evaluate(context, heldout, run_dir, state.step)
+        log.step(state.step, metrics)
+        log.samples(state.step, [_record(sample, prompt) for sample, prompt in _with_prompts(samples, groups)])
+        console.step(state.step, metrics)
+        if last or state.step % settings.save_every == 0:
+            state.save(run_dir)
+
+
+@contextmanager
+def _recording(run_dir: Path, state: State, console: Console) -> Iterator[telemetry.MetricsLog]:
+    """The run's folder with its configuration and open logs; lines of steps that will be done again are dropped."""
+    config = state.context.config
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.toml").write_text(config.to_toml())
+    (run_dir / "versions.json").write_text(json.dumps(versions.collect(), indent=2))
+    telemetry.truncate(run_dir, state.step if state.step else -1)
+    log = telemetry.MetricsLog(run_dir, config)
+    try:
+        for line in telemetry.read(run_dir / "metrics.jsonl"):
+            console.step(line["step"], line)
+        yield log
+    finally:
+        log.close()
+
+
+def _where_to_start(run_dir: Path, resume: bool) -> Path | None:
+    if not resume and (run_dir / "metrics.jsonl").exists():
+        raise UserError(
+            f"{run_dir} already holds a run. Continue it with --resume, or write elsewhere with --run.dir NEW."
+        )
+    if resume and not run_dir.is_dir():
+        raise UserError(f"Nothing to resume: {run_dir} does not exist. Start the run without --resume.")
+    return checkpoint.latest(run_dir) if resume else None
+
+
+def _with_prompts(samples: list[Sample], groups: list[tuple[int, Prompt]]) -> list[tuple[Sample, Prompt]]:
+    prompts = dict(groups)
+    return [(sample, prompts[sample.group_id]) for sample in samples[:SAMPLES_LOGGED]]
+
+
+def _record(sample: Sample, prompt: Prompt) -> dict[str, Any]:
+    return {
+        "prompt": prompt.text,
+        "response": sample.text,
+        "reward": sample.reward,
+        "group_id": sample.group_id,
+        "prompt_id": sample.prompt_id,
+        "finish": sample.finish,
+    }

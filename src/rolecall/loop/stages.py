@@ -1,0 +1,137 @@
+"""The six stages of a step. Each mode of the loop (synchronous here, pipelined, asynchronous) calls these same functions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rolecall import algorithms, sync
+from rolecall.config import Config
+from rolecall.samples import Prompt, Request, Sample, Sampling
+
+Group = tuple[int, Prompt]  # (group_id, its prompt)
+Metrics = dict[str, float]
+
+
+@dataclass
+class Context:
+    """What the stages work with: the configuration, handles to the roles, and the KL controller."""
+
+    config: Config
+    roles: Any
+    kl: algorithms.AdaptiveKL
+
+
+def requests(config: Config, groups: list[Group], n: int) -> list[Request]:
+    """One request a group, sampled as configured."""
+    rollout = config.rollout
+    sampling = Sampling(
+        rollout.max_tokens, rollout.min_tokens, rollout.temperature, rollout.top_p, rollout.top_k, tuple(rollout.stop)
+    )
+    return [Request(group_id, prompt.id, prompt.tokens, n, config.run.seed, sampling) for group_id, prompt in groups]
+
+
+def generate(context: Context, groups: list[Group]) -> tuple[list[Sample], Metrics]:
+    """Stage 1: G responses a prompt from the rollout engine, with log-probabilities and weight versions."""
+    config = context.config
+    samples = context.roles.rollout.generate(requests(config, groups, config.rollout.group_size))
+    lengths = torch.tensor([float(len(sample.response)) for sample in samples])
+    return samples, {
+        "response_length/mean": lengths.mean().item(),
+        "response_length/max": lengths.max().item(),
+        "response_length/truncated": sum(sample.finish == "length" for sample in samples) / len(samples),
+        "tokens": lengths.sum().item(),
+    }
+
+
+def score(context: Context, groups: list[Group], samples: list[Sample]) -> Metrics:
+    """Stage 2: the Reward judges each response."""
+    prompts = dict(groups)
+    rewards = context.roles.reward.score([prompts[sample.group_id] for sample in samples], samples)
+    by_group: dict[int, list[float]] = defaultdict(list)
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = reward
+        by_group[sample.group_id].append(reward)
+    spread = torch.tensor(rewards)
+    return {
+        "reward/mean": spread.mean().item(),
+        "reward/std": spread.std(correction=0).item(),
+        "reward/flat_groups": sum(max(group) == min(group) for group in by_group.values()) / len(by_group),
+    }
+
+
+def reference(context: Context, samples: list[Sample]) -> Metrics:
+    """Stage 3: log-probabilities under the frozen Reference, and under the Actor as it was when it generated.
+
+    The Reference is skipped when beta is 0; the Actor's are skipped when the update computes them anyway
+    (one optimizer step a batch).
+    """
+    config, roles = context.config, context.roles
+    with_reference = config.kl_beta > 0
+    actor = config.actor
+    pending = roles.reference.start("logprobs", samples) if with_reference else None
+    if with_reference or actor.epochs * actor.minibatches > 1:
+        for sample, row in zip(samples, roles.actor.logprobs(samples), strict=True):
+            sample.old_logprobs = row
+    if pending is None:
+        return {}
+    for sample, row in zip(samples, pending.result(), strict=True):
+        sample.ref_logprobs = row
+    mask = _column(samples, "response_mask").bool()
+    gap = algorithms.kl(_column(samples, "old_logprobs"), _column(samples, "ref_logprobs"), estimator="k3")
+    return {"kl": algorithms.masked_mean(gap, mask).item()}
+
+
+def advantages(context: Context, samples: list[Sample]) -> Metrics:
+    """Stage 4: how much better than expected each token was: by the group (GRPO), or the Critic and GAE (PPO)."""
+    settings = context.config.algorithm
+    rewards = torch.tensor([sample.reward for sample in samples])
+    if settings.name == "grpo":
+        group_ids = torch.tensor([sample.group_id for sample in samples])
+        scalars = algorithms.group_advantages(rewards, group_ids, scale=settings.scale, baseline=settings.baseline)
+        for sample, scalar in zip(samples, scalars.tolist(), strict=True):
+            sample.advantages = [scalar] * len(sample.response)
+        return {}
+
+    for sample, row in zip(samples, context.roles.critic.values(samples), strict=True):
+        sample.values = row
+    mask = _column(samples, "response_mask").bool()
+    values = _column(samples, "values")
+    penalty = None
+    if settings.kl_in == "reward" and context.kl.beta > 0:
+        penalty = context.kl.beta * (_column(samples, "old_logprobs") - _column(samples, "ref_logprobs"))
+    token_rewards = algorithms.token_rewards(rewards, mask, penalty)
+    gains, returns = algorithms.gae(token_rewards, values, mask, gamma=settings.gamma, lam=settings.lam)
+    if settings.whiten:
+        gains = algorithms.whiten(gains, mask)
+    for sample, gain, target in zip(samples, gains.tolist(), returns.tolist(), strict=True):
+        sample.advantages, sample.returns = gain[: len(sample.response)], target[: len(sample.response)]
+    return {"value/mean": algorithms.masked_mean(values, mask).item()}
+
+
+def update(context: Context, samples: list[Sample], step: int) -> Metrics:
+    """Stage 5: gradient steps of the Actor and, for PPO, the Critic."""
+    config, roles = context.config, context.roles
+    metrics: Metrics = {}
+    critic = roles.critic.start("update", samples) if config.algorithm.name == "ppo" else None
+    if critic is None or step > config.critic.warmup_only:
+        beta = context.kl.beta if config.algorithm.kl_in == "loss" else 0.0
+        metrics |= roles.actor.update(samples, kl_beta=beta)
+    if critic is not None:
+        metrics |= critic.result()
+    return metrics
+
+
+def synchronise(context: Context) -> Metrics:
+    """Stage 6: the Actor's parameters reach the engine, version + 1, verified."""
+    return sync.sync(context.roles)
+
+
+def _column(samples: list[Sample], name: str) -> Tensor:
+    """One per-token field of all samples as a right-padded (B, T) float tensor."""
+    return pad_sequence([torch.tensor(getattr(sample, name), dtype=torch.float32) for sample in samples], batch_first=True)
