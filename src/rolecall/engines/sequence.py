@@ -1,0 +1,99 @@
+"""One response while it is being generated, and when it ends. Shared by the engines that run in this process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from rolecall.errors import RunError, UserError
+from rolecall.samples import Request, Sample
+
+
+class Endings:
+    """What ends a response of this model: its end-of-sequence tokens, the room in its context, stop strings."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any):
+        any_model: Any = model
+        self.tokenizer = tokenizer
+        ids = any_model.generation_config.eos_token_id
+        given = ids if isinstance(ids, list) else [ids]
+        self.tokens = sorted({token for token in (*given, tokenizer.eos_token_id) if token is not None})
+        self.context: int | None = getattr(any_model.config.get_text_config(), "max_position_embeddings", None)
+
+    def open(self, requests: list[Request]) -> list[Sequence]:
+        """The sequences of all requests, in order; ``max_tokens`` is cut to the room that the context leaves.
+
+        Raises:
+            UserError: a prompt is empty or leaves no room for one token.
+        """
+        sequences = []
+        for request in requests:
+            size, limit = len(request.prompt), request.sampling.max_tokens
+            if not size:
+                raise UserError(f"Prompt {request.prompt_id!r} has no tokens: there is nothing to continue.")
+            if self.context is not None:
+                if size >= self.context:
+                    raise UserError(
+                        f"Prompt {request.prompt_id!r} has {size} tokens; the model's context is {self.context}, so a "
+                        f"prompt may have {self.context - 1}. Shorten it, or lower data.max_prompt_tokens."
+                    )
+                limit = min(limit, self.context - size)
+            sequences += [Sequence(request, index, limit) for index in range(request.n)]
+        return sequences
+
+    def stops(self, sequence: Sequence) -> bool:
+        """Whether the last token of ``sequence`` ends it (by what it is or by the stop string it completes)."""
+        tokens, sampling = sequence.tokens, sequence.request.sampling
+        if len(tokens) < sampling.min_tokens:
+            return False
+        if tokens[-1] in self.tokens:
+            return True
+        for stop in sampling.stop:
+            # A token has at least one byte; the rest is room for characters that begin before the tail.
+            tail = tokens[-len(stop.encode()) - 8 :]
+            if stop in self.tokenizer.decode(tail) and stop not in self.tokenizer.decode(tail[:-1]):
+                return True
+        return False
+
+
+@dataclass(slots=True)
+class Sequence:
+    """``limit``: most response tokens. ``finish``: empty while it runs."""
+
+    request: Request
+    index: int
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str = ""
+
+    def append(self, token: int, logprob: float, endings: Endings) -> None:
+        """Take the sampled token and see whether it was the last."""
+        if logprob != logprob:
+            raise RunError(
+                f"The model gives NaN log-probabilities for prompt {self.request.prompt_id!r}, response token "
+                f"{len(self.tokens)}: its weights or activations have overflowed."
+            )
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if endings.stops(self):
+            self.finish = "stop"
+        elif len(self.tokens) == self.limit:
+            self.finish = "length"
+
+    def sample(self, tokenizer: Any, version: int) -> Sample:
+        request, size = self.request, len(self.tokens)
+        return Sample(
+            group_id=request.group_id,
+            index=self.index,
+            prompt_id=request.prompt_id,
+            prompt=request.prompt,
+            response=self.tokens,
+            logprobs=self.logprobs,
+            response_mask=[1] * size,
+            versions=[(0, size, version)],
+            finish=self.finish,
+            text=tokenizer.decode(self.tokens, skip_special_tokens=True),
+        )

@@ -1,0 +1,45 @@
+"""New weights into a model in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from rolecall.errors import RunError
+from rolecall.sync import checksum
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Write every parameter of ``model`` in place and return the checksum of what is now there.
+
+    A tied parameter goes by any of its names, once or several times with equal values.
+
+    Raises:
+        RunError: an unknown or missing name, a wrong shape, or two values for one parameter; nothing is written then.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    given: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in weights:
+        parameter = parameters.get(name)
+        if parameter is None:
+            raise RunError(f"Weight sync: the engine's model has no parameter {name!r}; nothing was written.")
+        if parameter.shape != tensor.shape:
+            raise RunError(
+                f"Weight sync: {name!r} has shape {tuple(tensor.shape)}, the engine's parameter "
+                f"{tuple(parameter.shape)}; nothing was written."
+            )
+        other, value = given.setdefault(id(parameter), (name, tensor))
+        if value is not tensor and not torch.equal(value, tensor):
+            raise RunError(f"Weight sync: {other!r} and {name!r} are one parameter here, but differ; nothing was written.")
+    own = dict(model.named_parameters())
+    if missing := [name for name, parameter in own.items() if id(parameter) not in given]:
+        raise RunError(
+            f"Weight sync: {len(missing)} of {len(own)} parameters were not sent ({', '.join(missing[:3])}, ...); "
+            "nothing was written."
+        )
+    for parameter in own.values():
+        parameter.copy_(given[id(parameter)][1])
+    return checksum(own.items())
