@@ -108,7 +108,10 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path):
 
     subprocess.run(command("train", recipe, "--run.dir", killed, *options, "--resume"), check=True, timeout=300)
     draws = [
-        [(line["step"], line["group_id"], line["prompt_id"], line["response"]) for line in read(folder / "samples.jsonl")]
+        [
+            (line["step"], line["group_id"], line["prompt_id"], line["response"])
+            for line in read(folder / "samples.jsonl")
+        ]
         for folder in (tmp_path / "whole", killed)
     ]
     assert draws[0] == draws[1]

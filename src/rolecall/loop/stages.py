@@ -134,4 +134,6 @@ def synchronise(context: Context) -> Metrics:
 
 def _column(samples: list[Sample], name: str) -> Tensor:
     """One per-token field of all samples as a right-padded (B, T) float tensor."""
-    return pad_sequence([torch.tensor(getattr(sample, name), dtype=torch.float32) for sample in samples], batch_first=True)
+    return pad_sequence(
+        [torch.tensor(getattr(sample, name), dtype=torch.float32) for sample in samples], batch_first=True
+    )

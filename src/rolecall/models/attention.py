@@ -89,9 +89,7 @@ class Packed:
         if window not in self._windowed:
             self._windowed[window] = [
                 mask & (where[:, None] - where[None, :] < window)
-                for mask, where in zip(
-                    self.masks, self.positions.split([m.shape[0] for m in self.masks]), strict=True
-                )
+                for mask, where in zip(self.masks, self.positions.split([m.shape[0] for m in self.masks]), strict=True)
             ]
         return self._windowed[window]
 
