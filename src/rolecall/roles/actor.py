@@ -1,0 +1,130 @@
+"""The Actor: the policy in training."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rolecall import models
+from rolecall.algorithms import aggregate, importance_correction, kl, masked_mean, policy_loss
+from rolecall.config import Config
+from rolecall.samples import Sample
+from rolecall.training.checkpoint import atomic_folder
+from rolecall.training.logprobs import policy_logprobs, sample_logprobs
+from rolecall.training.packing import MicroBatch, token_values
+from rolecall.training.trained import Totals, Trained, mean_over_steps
+
+
+class Actor:
+    """The policy, its optimizer and its objective.
+
+    ``loaded`` is the model itself: a rollout engine in the same process generates from these very weights.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.loaded = models.load(config.model, models.device())
+        self._trained = Trained(self.loaded, self.loaded.model, config.actor, config.run, "actor")
+
+    def logprobs(self, samples: list[Sample]) -> list[list[float]]:
+        """Log-probability of each response token under the present weights, at the sampling temperature."""
+        return sample_logprobs(self.loaded, samples, self.config.rollout.temperature, self.config.actor.micro_tokens)
+
+    def update(self, samples: list[Sample], kl_beta: float | None = None) -> dict[str, float]:
+        """Train on samples with advantages: ``epochs`` passes of ``minibatches`` optimizer steps each.
+
+        The ratio is to ``old_logprobs``. Where they are missing they are the present policy's: before the first of
+        several steps they are computed and written into the samples; a single step takes its own forward pass's.
+        Samples that cannot move the policy (no action token or, without a KL term, no advantage but 0) are not
+        computed; they still count in what the loss divides by. If none is left, no step is taken.
+
+        Args:
+            samples: with ``advantages``, and ``ref_logprobs`` if there is a Reference.
+            kl_beta: the present weight of the KL in the loss, where it adapts; default: the configured one.
+
+        Returns:
+            metrics: means over the action tokens that were computed. ``first/*`` are the first mini-batch's, before
+            any step: the policy is the old one there (approx_kl 0, ratio_max 1).
+        """
+        beta = self.config.kl_beta if kl_beta is None else kl_beta
+        if self.config.algorithm.kl_in == "reward":
+            beta = 0.0
+        if self.config.actor.epochs * self.config.actor.minibatches > 1:
+            self._fill_old_logprobs(samples)
+        keep = partial(_moves_policy, beta=beta)
+        steps = self._trained.update(samples, keep, partial(self._loss, beta=beta))
+        metrics: dict[str, float] = {"policy/skipped_samples": sum(not keep(sample) for sample in samples)}
+        if steps:
+            mean = mean_over_steps(steps)
+            for name in ("loss", "clip_fraction", "approx_kl", "entropy", "grad_norm", "lr"):
+                metrics[f"policy/{name}"] = mean[name]
+            metrics |= {name: mean[name] for name in mean if name == "kl" or "/" in name}
+            metrics |= {f"first/{name}": steps[0][name] for name in ("approx_kl", "ratio_max")}
+        return metrics
+
+    def _loss(self, micro: MicroBatch, totals: Totals, beta: float) -> tuple[Tensor, dict[str, float | Tensor]]:
+        algorithm, mask = self.config.algorithm, micro.mask
+        logprobs, entropy = policy_logprobs(self.loaded, micro, self.config.rollout.temperature)
+        known = all(sample.old_logprobs for sample in micro.samples)
+        old = micro.field("old_logprobs") if known else logprobs.detach()
+        engine = micro.field("logprobs")
+        weights = importance_correction(old, engine, mask, mode=algorithm.correction, cap=algorithm.correction_cap)
+        total = totals.tokens if algorithm.aggregate == "token-mean" else totals.sequences
+        norm = self.config.rollout.max_tokens
+        loss, metrics = policy_loss(
+            logprobs,
+            old,
+            micro.field("advantages"),
+            mask,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            aggregate=algorithm.aggregate,
+            total=total,
+            norm=norm,
+            weights=weights,
+        )
+        gap = (old - engine).abs().where(mask, 0.0)
+        measured: dict[str, float | Tensor] = metrics | {
+            "entropy": masked_mean(entropy, mask, totals.computed),
+            "mismatch/mean": masked_mean(gap, mask, totals.computed),
+            "mismatch/max": gap.max(),
+            "correction/mean": masked_mean(weights, mask, totals.computed),
+            "correction/truncated": masked_mean(weights >= algorithm.correction_cap, mask, totals.computed),
+        }
+        if any(sample.ref_logprobs for sample in micro.samples):
+            reference = micro.field("ref_logprobs")
+            # Unbiased for what was sampled, so of the old policy; the loss takes the one with the right gradient.
+            measured["kl"] = masked_mean(kl(old, reference, estimator="k3", mask=mask), mask, totals.computed)
+        if beta > 0:
+            drift = kl(logprobs, micro.field("ref_logprobs"), estimator=algorithm.kl_estimator, mask=mask)
+            loss = loss + beta * aggregate(drift, mask, algorithm.aggregate, total=total, norm=norm)
+        return loss, measured
+
+    def _fill_old_logprobs(self, samples: list[Sample]) -> None:
+        missing = [sample for sample in samples if not sample.old_logprobs]
+        for sample, logprobs in zip(missing, self.logprobs(missing), strict=True):
+            sample.old_logprobs = logprobs
+
+    def save(self, folder: str | Path) -> None:
+        """Write all state into ``folder``; ``load`` continues from it exactly."""
+        self._trained.save(folder)
+
+    def load(self, folder: str | Path) -> None:
+        self._trained.load(folder)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write model and tokenizer as a Hugging Face folder, whole or not at all."""
+        model: Any = self.loaded.model
+        with atomic_folder(folder) as new:
+            model.save_pretrained(new)
+            self.loaded.tokenizer.save_pretrained(new)
+
+
+def _moves_policy(sample: Sample, beta: float) -> bool:
+    """Whether the sample's gradient can differ from 0."""
+    advantages = token_values(sample, "advantages")
+    actions = [advantage for advantage, mask in zip(advantages, sample.response_mask, strict=True) if mask]
+    return bool(actions) if beta > 0 else any(actions)

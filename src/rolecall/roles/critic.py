@@ -1,0 +1,78 @@
+"""The Critic: expected return from each position of a response (PPO)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rolecall import models
+from rolecall.algorithms import explained_variance, value_loss
+from rolecall.config import Config
+from rolecall.samples import Sample
+from rolecall.training.logprobs import in_sample_order, response_hidden
+from rolecall.training.packing import MicroBatch
+from rolecall.training.trained import Totals, Trained, mean_over_steps
+
+
+class Critic:
+    """The policy's architecture and first weights, with a scalar head in place of the output embedding.
+
+    A token's value is read from the position that predicts it, so it knows the tokens before, not the token itself.
+    The head starts at zero: the first values are exactly 0.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        loaded = models.load(config.model, models.device())
+        model: Any = loaded.model
+        self._loaded = replace(loaded, model=model.base_model)  # without the output embedding
+        self._head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device, dtype=torch.float32)
+        nn.init.zeros_(self._head.weight)
+        nn.init.zeros_(self._head.bias)
+        module = nn.ModuleDict({"backbone": model.base_model, "head": self._head})
+        self._trained = Trained(self._loaded, module, config.critic, config.run, "critic")
+
+    def values(self, samples: list[Sample]) -> list[list[float]]:
+        """The expected return before each response token."""
+        return in_sample_order(samples, self._loaded, self.config.critic.micro_tokens, self._values)
+
+    def update(self, samples: list[Sample]) -> dict[str, float]:
+        """Regress on ``returns``, clipped around ``values``.
+
+        ``value/explained_variance`` is of ``values``, as they were before the update.
+        """
+        steps = self._trained.update(samples, lambda sample: sample.action_tokens > 0, self._loss)
+        if not steps:
+            return {}
+        mean = mean_over_steps(steps)
+        metrics = {f"value/{name}": mean[name] for name in ("loss", "clip_fraction", "grad_norm", "lr")}
+        values, returns, mask = (
+            torch.tensor([x for sample in samples for x in getattr(sample, field)])
+            for field in ("values", "returns", "response_mask")
+        )
+        return metrics | {"value/explained_variance": explained_variance(values, returns, mask)}
+
+    def _values(self, micro: MicroBatch) -> Tensor:
+        """(B, T) values."""
+        return micro.rows(self._head(response_hidden(self._loaded.model, micro).float()).squeeze(-1))
+
+    def _loss(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
+        return value_loss(
+            self._values(micro),
+            micro.field("values"),
+            micro.field("returns"),
+            micro.mask,
+            clip=self.config.algorithm.value_clip,
+            total=totals.tokens,
+        )
+
+    def save(self, folder: str | Path) -> None:
+        """Write all state into ``folder``; ``load`` continues from it exactly."""
+        self._trained.save(folder)
+
+    def load(self, folder: str | Path) -> None:
+        self._trained.load(folder)

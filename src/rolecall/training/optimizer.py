@@ -1,0 +1,111 @@
+"""AdamW on FP32 master weights, with clipping, warm-up and a schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rolecall import config as configuration
+from rolecall.errors import RunError
+
+
+class Optimizer:
+    """One optimizer step from accumulated gradients.
+
+    A weight in a narrower type than FP32 has an FP32 master: its gradients of all micro-batches add up in FP32, AdamW
+    moves the master, and the weight is the master rounded. (In bfloat16 an update of 1e-6 would round away.)
+
+    Args:
+        parameters: of the model; those that require no gradient are left alone.
+        config: learning rate, betas, clipping, schedule.
+        total: optimizer steps of the whole run, which the schedule spans.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], config: configuration.Optimizer, total: int):
+        self.config, self.total, self.steps = config, total, 0
+        self._weights = [parameter for parameter in parameters if parameter.requires_grad]
+        self._masters = [_master(weight) for weight in self._weights]
+        decayed = [master for master in self._masters if master.ndim > 1]  # neither norms nor biases
+        others = [master for master in self._masters if master.ndim <= 1]
+        self._adam = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            betas=config.betas,
+            fused=True,
+        )
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step: linear warm-up, then constant, or falling to 0 at the end of the run."""
+        warmup, step = self.config.warmup_steps, self.steps
+        if step < warmup:
+            return self.config.lr * (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, self.total - warmup))
+        fall = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}
+        return self.config.lr * fall[self.config.schedule]
+
+    @torch.no_grad()
+    def step(self) -> dict[str, float]:
+        """Clip, update and clear the gradients.
+
+        Returns:
+            ``grad_norm`` (before clipping) and ``lr`` of this step.
+
+        Raises:
+            RunError: the gradient norm is not finite; nothing was changed.
+        """
+        gradients = [master.grad for master in self._masters if master.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if not norm.isfinite():
+            self._adam.zero_grad()
+            raise RunError(
+                f"Gradient norm is {norm.item()} at optimizer step {self.steps}; the weights were left as they are. "
+                "Lower the learning rate, or look at the rewards and log-probabilities of this step."
+            )
+        nn.utils.clip_grads_with_norm_(self._masters, self.config.grad_clip, norm)
+        lr = self.lr
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        self._adam.step()
+        self._adam.zero_grad()
+        for weight, master in self._mastered():
+            weight.copy_(master)
+        self.steps += 1
+        return {"grad_norm": norm.item(), "lr": lr}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs besides the weights; masters only where they are not the weights themselves."""
+        masters = [master for _, master in self._mastered()]
+        return {"adam": self._adam.state_dict(), "masters": masters, "steps": self.steps}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._adam.load_state_dict(state["adam"])
+        for (_, master), saved in zip(self._mastered(), state["masters"], strict=True):
+            master.copy_(saved)
+        self.steps = state["steps"]
+
+    def _mastered(self) -> list[tuple[nn.Parameter, Tensor]]:
+        pairs = zip(self._weights, self._masters, strict=True)
+        return [(weight, master) for weight, master in pairs if weight is not master]
+
+
+def bytes_to_train(model: nn.Module) -> int:
+    """Bytes that training adds to the weights: FP32 gradients and Adam's two moments, and masters where needed."""
+    return sum(parameter.numel() * (12 if parameter.dtype == torch.float32 else 16) for parameter in model.parameters())
+
+
+def _master(weight: nn.Parameter) -> Tensor:
+    if weight.dtype in (torch.float32, torch.float64):
+        return weight
+    master = weight.detach().float()
+
+    def accumulate(weight: Tensor) -> None:
+        gradient, weight.grad = weight.grad.float(), None  # type: ignore[union-attr]
+        master.grad = gradient if master.grad is None else master.grad + gradient
+
+    weight.register_post_accumulate_grad_hook(accumulate)
+    return master

@@ -1,0 +1,163 @@
+"""What the Actor and the Critic share: a model, its optimizer, and how samples become optimizer steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from rolecall import config as configuration
+from rolecall import models
+from rolecall.models import Loaded
+from rolecall.samples import Sample
+from rolecall.training import checkpoint
+from rolecall.training.optimizer import Optimizer, bytes_to_train
+from rolecall.training.packing import MicroBatch, micro_batches
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the losses of a mini-batch's micro-batches divide by, so that they add up to the mini-batch's own.
+
+    ``tokens``, ``sequences``: action tokens, and samples that have any, before anything is skipped.
+    ``computed``: action tokens that are not skipped.
+    """
+
+    tokens: int
+    sequences: int
+    computed: int
+
+
+Loss = Callable[[MicroBatch, Totals], tuple[Tensor, Mapping[str, float | Tensor]]]
+
+
+class Trained:
+    """A model in training.
+
+    Dropout is never on (the model stays in eval mode): the ratio of a policy to itself must be 1.
+
+    Args:
+        loaded: the model that micro-batches are made for.
+        module: what is trained and saved (that model, or its backbone with another head).
+        config: of the optimizer and the mini-batches.
+        run: number of steps and seed.
+        name: "actor" or "critic", for messages.
+
+    Raises:
+        UserError: gradients and optimizer state do not fit in memory.
+    """
+
+    def __init__(
+        self, loaded: Loaded, module: nn.Module, config: configuration.Optimizer, run: configuration.Run, name: str
+    ):
+        self.loaded, self.module, self.config, self.seed = loaded, module, config, run.seed
+        self.device = next(module.parameters()).device
+        models.check_memory(bytes_to_train(module), f"training the {name} (gradients and Adam)", self.device)
+        self.optimizer = Optimizer(module.parameters(), config, run.steps * config.epochs * config.minibatches)
+        self.updates = 0
+        if config.checkpointing:
+            model: Any = loaded.model
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def update(self, samples: list[Sample], keep: Callable[[Sample], bool], loss: Loss) -> list[Metrics]:
+        """``epochs`` passes over the samples, an optimizer step for each of the ``minibatches``.
+
+        Args:
+            keep: False for a sample that adds nothing to the loss or its gradient: it is not computed, only counted in
+                the totals. A mini-batch with no other samples takes no step.
+            loss: of a micro-batch, and metrics. Both add up over the micro-batches of a mini-batch (divided by its
+                totals), but metrics whose names end in "max" are maxima.
+
+        Returns:
+            each step's metrics, with ``grad_norm``, ``lr`` and ``computed`` (action tokens).
+
+        Raises:
+            RunError: a gradient is not finite.
+        """
+        steps = []
+        for batch in self._minibatches(samples):
+            kept = [sample for sample in batch if keep(sample)]
+            if kept:
+                counts = [sample.action_tokens for sample in batch]
+                totals = Totals(sum(counts), sum(n > 0 for n in counts), sum(sample.action_tokens for sample in kept))
+                metrics = combine(self._accumulate(kept, totals, loss))
+                steps.append(metrics | self.optimizer.step() | {"computed": totals.computed})
+        self.updates += 1
+        return steps
+
+    def _minibatches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
+        """Parts of whole groups, split by the seed and the count of updates, whatever the order of the samples."""
+        groups: dict[int, list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault(sample.group_id, []).append(sample)
+        for epoch in range(self.config.epochs):
+            order = sorted(groups)
+            random.Random(f"{self.seed}/{self.updates}/{epoch}").shuffle(order)
+            for part in range(min(self.config.minibatches, len(order))):
+                yield [sample for group in order[part :: self.config.minibatches] for sample in groups[group]]
+
+    def _accumulate(self, samples: list[Sample], totals: Totals, loss: Loss) -> list[Mapping[str, float | Tensor]]:
+        """Backward through every micro-batch; their metrics."""
+        parts = []
+        budget, packed = self.config.micro_tokens, self.loaded.packed
+        with self._recomputing():
+            for micro in micro_batches(samples, budget, packed=packed, device=self.device):
+                value, metrics = loss(micro, totals)
+                value.backward()
+                parts.append(metrics)
+        return parts
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """Activation checkpointing on. transformers' layers do it in training mode, so they alone are put in it."""
+        layers = [module for module in self.module.modules() if getattr(module, "gradient_checkpointing", False)]
+        for layer in layers:
+            layer.training = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.training = False
+
+    def save(self, folder: str | Path) -> None:
+        """Weights (tied ones once), optimizer, counters and random generators."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_model(self.module, str(folder / "weights.safetensors"))
+        state = {"optimizer": self.optimizer.state_dict(), "updates": self.updates, "rng": checkpoint.rng_state()}
+        torch.save(state, folder / "state.pt")
+
+    def load(self, folder: str | Path) -> None:
+        """Continue exactly where ``save`` was called. Weights change in place: an engine that shares them follows."""
+        folder = Path(folder)
+        safetensors.torch.load_model(self.module, folder / "weights.safetensors", device=str(self.device))
+        state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.updates = state["updates"]
+        checkpoint.set_rng_state(state["rng"])
+
+
+def combine(parts: Sequence[Mapping[str, float | Tensor]], weights: Sequence[float] | None = None) -> Metrics:
+    """The (weighted) sum of each metric over the parts; the maximum of those whose names end in "max"."""
+    weights = weights or [1.0] * len(parts)
+    combined = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        largest = name.endswith("max")
+        combined[name] = float(max(values) if largest else sum(w * v for w, v in zip(weights, values, strict=True)))
+    return combined
+
+
+def mean_over_steps(steps: list[Metrics]) -> Metrics:
+    """Metrics of an update from those of its steps, weighted by the action tokens that each computed."""
+    total = sum(step["computed"] for step in steps)
+    return combine(steps, [step["computed"] / total for step in steps])
