@@ -1,0 +1,217 @@
+"""What a training run shows: a live display in a terminal, one plain line a step anywhere else."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from rolecall.config import Config
+from rolecall.telemetry.metrics import STAGE_COLORS, STAGES, before_after, heldout_accuracy
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+ANSWERS_SHOWN = 8
+
+
+class Console:
+    """Shows a run while it trains, and its result.
+
+    with Console(config) as console:
+        console.status("starting the roles")
+        console.step(1, metrics)
+        console.summary(run_dir)
+    """
+
+    def __init__(self, config: Config, output: RichConsole | None = None):
+        self._output = output or RichConsole(highlight=False)
+        self._config = config
+        self._status = ""
+        self._step = 0
+        self._metrics: dict[str, Any] = {}
+        self._rewards: list[float] = []
+        self._heldout: list[float] = []
+        self._recent: deque[float] = deque(maxlen=10)  # seconds a step
+        live = Live(console=self._output, get_renderable=self._render, refresh_per_second=8)
+        self._live = live if self._output.is_terminal else None
+
+    def __enter__(self) -> Console:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._status = ""
+        if self._live:
+            self._live.stop()
+
+    def status(self, text: str) -> None:
+        """What is going on outside the steps: ``starting the roles``."""
+        self._status = text
+        if not self._live:
+            self._print(text)
+
+    def note(self, text: str) -> None:
+        """Something to remember: a line that stays."""
+        self._print(text)
+
+    def evaluated(self, accuracy: float) -> None:
+        """Held-out accuracy outside a step's metrics (before training)."""
+        self._heldout.append(accuracy)
+        if not self._live:
+            self._print(f"held-out accuracy {accuracy:.3f}")
+
+    def step(self, step: int, metrics: dict[str, Any]) -> None:
+        """Show a finished step."""
+        self._step, self._metrics, self._status = step, metrics, ""
+        self._rewards.append(metrics["reward/mean"])
+        self._recent.append(metrics["time/step"])
+        if metrics.get("heldout/accuracy") is not None:
+            self._heldout.append(metrics["heldout/accuracy"])
+        if not self._live:
+            self._print(self._line())
+
+    def summary(self, run_dir: Path) -> None:
+        """The same prompts answered before and after, held-out accuracy before and after, and where things are."""
+        self.__exit__()
+        if answers := before_after(run_dir):
+            self._output.print(_answers(answers[:ANSWERS_SHOWN]), "")
+        table = Table.grid(padding=(0, 3))
+        accuracy = list(heldout_accuracy(run_dir).values())
+        if len(accuracy) > 1:
+            table.add_row("Held-out accuracy", f"[bold]{accuracy[0]:.3f}[/] before, [bold]{accuracy[-1]:.3f}[/] after")
+        table.add_row("Report", Text(str(run_dir / "report.html")))
+        table.add_row("Model", Text(str(run_dir / "model")))
+        self._output.print(table)
+
+    def _print(self, text: str) -> None:
+        self._output.print(text, markup=False, soft_wrap=True)
+
+    @property
+    def _left(self) -> str:
+        seconds = statistics.median(self._recent) * (self._config.run.steps - self._step)
+        hours, minutes = divmod(round(seconds) // 60, 60)
+        clock = f"{hours}:{minutes:02}:{round(seconds) % 60:02}" if hours else f"{minutes}:{round(seconds) % 60:02}"
+        return f"{clock} left"
+
+    def _figures(self) -> dict[str, str]:
+        metrics = self._metrics
+        heldout = [f"{value:.3f}" for value in dict.fromkeys(self._heldout[:1] + self._heldout[-1:])]
+        return {
+            "reward": _figure(metrics.get("reward/mean"), ".3f"),
+            "held-out": " → ".join(heldout) or "–",
+            "KL": _figure(metrics.get("kl"), ".4f") if self._config.kl_beta else "off",
+            "tokens/s": _figure(metrics.get("tokens_per_second"), ",.0f"),
+        }
+
+    def _line(self) -> str:
+        metrics = self._metrics
+        figures = "  ".join(f"{name} {value}" for name, value in self._figures().items())
+        stages = ", ".join(f"{stage} {metrics.get(f'time/{stage}', 0.0):.1f}" for stage in STAGES)
+        step = f"step {self._step}/{self._config.run.steps}"
+        return f"{step}  {figures}  {metrics['time/step']:.1f} s ({stages})  {self._left}"
+
+    def _render(self) -> Group:
+        config = self._config
+        title = Table.grid(expand=True)
+        title.add_column(ratio=1, no_wrap=True)
+        title.add_column(justify="right", style="dim", overflow="ellipsis", no_wrap=True)
+        what = Text.assemble(("Rolecall", "bold"), f"  {config.algorithm.name.upper()}, {Path(config.model.path).name}")
+        title.add_row(what, Text(config.run.dir))
+        parts: list[Any] = ["", title, ""]
+        if self._step:
+            parts += [self._progress(), "", self._figures_row(), "", StageBar(self._metrics), ""]
+        if self._status:
+            parts += [Spinner("line", Text(self._status, style="dim"), style="dim"), ""]
+        return Group(*parts)
+
+    def _progress(self) -> Table:
+        row = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(style="dim", no_wrap=True)
+        row.add_column(justify="right", no_wrap=True)
+        total = self._config.run.steps
+        bar = ProgressBar(total, self._step, complete_style=STAGE_COLORS["generate"], finished_style="green")
+        row.add_row(f"step {self._step} of {total}", bar, f"{self._metrics['time/step']:.1f} s a step", self._left)
+        return row
+
+    def _figures_row(self) -> Table:
+        table = Table.grid(expand=True)
+        figures = self._figures()
+        figures["reward"] += " " + sparkline(self._rewards, 16)
+        for _ in figures:
+            table.add_column(no_wrap=True)
+        table.add_row(*(Text.assemble((f"{name} ", "dim"), value) for name, value in figures.items()))
+        return table
+
+
+class StageBar:
+    """One bar that shows where a step's time went, in the colours of the six stages, with a legend."""
+
+    def __init__(self, metrics: dict[str, Any]):
+        self._total = metrics["time/step"]
+        self._seconds = {stage: metrics.get(f"time/{stage}", 0.0) for stage in STAGES}
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
+        scale = 1 / max(self._total, sum(self._seconds.values()), 1e-9)
+        bar, drawn = Text(), 0
+        for color, end in zip(STAGE_COLORS.values(), accumulate(self._seconds.values()), strict=True):
+            edge = round(end * scale * options.max_width)
+            bar.append("█" * (edge - drawn), color)
+            drawn = edge
+        bar.append("░" * (options.max_width - drawn), "dim")  # the time between the stages
+        yield bar
+        legend = Table.grid(padding=(0, 3, 0, 0))
+        entries = [
+            Text.assemble(("■ ", color), f"{stage} ", (f"{self._seconds[stage] * scale:.0%}", "bold"))
+            for stage, color in STAGE_COLORS.items()
+        ]
+        columns = 6 if options.max_width >= 100 else 3
+        for row in range(0, len(entries), columns):
+            legend.add_row(*entries[row : row + columns])
+        yield legend
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The course of ``values`` from their smallest to their largest, in at most ``width`` characters."""
+    size = -(-len(values) // width)
+    means = [statistics.fmean(values[start : start + size]) for start in range(0, len(values), size or 1)]
+    low, span = min(means, default=0.0), (max(means, default=0.0) - min(means, default=0.0)) or 1.0
+    return "".join(BLOCKS[round((value - low) / span * (len(BLOCKS) - 1))] for value in means)
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _answers(answers: list[tuple[dict[str, Any], dict[str, Any]]]) -> Table:
+    table = Table(title="The same held-out prompts before and after", title_justify="left", box=None, expand=True)
+    table.title_style = "bold"
+    table.add_column("Prompt", ratio=4, overflow="ellipsis", no_wrap=True)
+    for when in ("Before", "After"):
+        table.add_column(when, ratio=3, overflow="ellipsis", no_wrap=True)
+        table.add_column("Reward", justify="right")
+    for before, after in answers:
+        better = "green" if after["reward"] > before["reward"] else "red" if after["reward"] < before["reward"] else ""
+        table.add_row(
+            Text(_one_line(before["prompt"])),
+            Text(_one_line(before["response"]), style="dim"),
+            f"{before['reward']:.2f}",
+            Text(_one_line(after["response"])),
+            Text(f"{after['reward']:.2f}", style=better),
+        )
+    return table
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
