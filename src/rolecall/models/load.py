@@ -67,9 +67,15 @@ def resolve(path: str) -> str:
     return path
 
 
+def built_in_folder(name: str) -> Path:
+    """Where a built-in model lies once it is made."""
+    cache = os.environ.get("ROLECALL_CACHE") or Path.home() / ".cache" / "rolecall"
+    return Path(cache) / "models" / LAYOUT / name
+
+
 def _built_in(name: str) -> Path:
-    cache = Path(os.environ.get("ROLECALL_CACHE") or Path.home() / ".cache" / "rolecall") / "models" / LAYOUT
-    folder = cache / name
+    folder = built_in_folder(name)
+    cache = folder.parent
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f"{name}.lock"):
         if not folder.is_dir():
