@@ -43,7 +43,7 @@ class Data(Section):
     prompt: str = Field(
         "{prompt}", description="User message over the row's fields, or one field that holds a list of messages"
     )
-    answer: str = Field("answer", description="Field with the right answer, checked to exist in each row")
+    answer: str = Field("answer", description="Field with the right answer, which rewards find as row['answer']; empty: none")
     system: str = Field("", description="System message; empty: none")
     eval_path: str = Field("", description="Held-out rows, read like `path`; empty: `holdout` rows taken out of `path`")
     eval_split: str = Field("test", description="Split of a hub data set in `eval_path`")
@@ -188,7 +188,7 @@ class Config(Section):
 
         Args:
             path: the file. Relative paths inside it are relative to its folder.
-            overrides: ``["--rollout.max_tokens", "64", ...]`` as on the command line, or ``{"rollout.max_tokens": 64}``.
+            overrides: ``["--rollout.max_tokens", "64", ...]`` as on the command line, or ``{"rollout.max_tokens": 64}``
 
         Raises:
             UserError: no such file, not TOML, an unknown key (with the nearest valid name) or a bad value.

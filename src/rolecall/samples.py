@@ -11,7 +11,8 @@ from typing import Any
 class Prompt:
     """One row of the data set, rendered and tokenised once.
 
-    ``id`` depends on the row's content only, so it is the same in every run; ``row`` is what the reward sees.
+    ``id`` depends on the row's content only, so it is the same in every run. ``text`` is what the user says, without
+    the chat template's marks; ``tokens`` are what the model reads. ``row`` is what the reward sees.
     """
 
     id: str
