@@ -377,6 +377,10 @@ def test_the_controllers_state_is_its_fields():
     assert again.update(0.2, 50) == controller.update(0.2, 50) == pytest.approx(0.121)
 
 
+def test_without_a_target_beta_is_fixed():
+    assert AdaptiveKL(0.1, None, 100).update(5.0, 100) == 0.1
+
+
 def test_the_controller_refuses_nonsense():
     with pytest.raises(RunError, match="nan"):
         AdaptiveKL(0.1, 0.1, 100).update(math.nan, 8)

@@ -12,7 +12,7 @@ SCALES = ("std", "none")
 BASELINES = ("mean", "leave-one-out")
 
 
-def token_rewards(rewards: Tensor, mask: Tensor, *, kl: Tensor | None = None, beta: float = 0.0) -> Tensor:
+def token_rewards(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, beta: float = 1.0) -> Tensor:
     """Each sample's reward on its last action token, minus ``beta`` times the KL of every action token.
 
     r_t = [t is the last action token] R - beta kl_t    (InstructGPT, 2203.02155, section 3.5; Ziegler et al.,

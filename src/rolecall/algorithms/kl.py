@@ -55,16 +55,16 @@ class AdaptiveKL:
 
     Args:
         beta: the present weight of the KL term; all the state there is.
-        target: the KL a token to hold.
+        target: the KL a token to hold; None leaves beta as it is.
         horizon: samples over which beta adapts.
     """
 
     beta: float
-    target: float
+    target: float | None
     horizon: float
 
     def __post_init__(self) -> None:
-        if not (self.target > 0 and self.horizon > 0 and self.beta >= 0):
+        if not ((self.target is None or self.target > 0) and self.horizon > 0 and self.beta >= 0):
             raise UserError(f"{self}: target and horizon must be above 0 and beta not below.")
 
     def update(self, measured_kl: float, n: int) -> float:
@@ -75,6 +75,8 @@ class AdaptiveKL:
         """
         if not math.isfinite(measured_kl):
             raise RunError(f"The KL to the Reference is {measured_kl}: the policy has diverged.")
+        if self.target is None:
+            return self.beta
         error = min(max(measured_kl / self.target - 1, -0.2), 0.2)
         # More samples than the horizon count as the horizon, else beta could turn negative.
         self.beta *= 1 + error * min(n / self.horizon, 1.0)
