@@ -43,7 +43,9 @@ class Data(Section):
     prompt: str = Field(
         "{prompt}", description="User message over the row's fields, or one field that holds a list of messages"
     )
-    answer: str = Field("answer", description="Field with the right answer, which rewards find as row['answer']; empty: none")
+    answer: str = Field(
+        "answer", description="Field with the right answer, which rewards find as row['answer']; empty: none is needed"
+    )
     system: str = Field("", description="System message; empty: none")
     eval_path: str = Field("", description="Held-out rows, read like `path`; empty: `holdout` rows taken out of `path`")
     eval_split: str = Field("test", description="Split of a hub data set in `eval_path`")

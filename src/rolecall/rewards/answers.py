@@ -12,13 +12,13 @@ Row = dict[str, Any]
 
 # A minus sign belongs to the number unless something stands right before it: "5-3" ends in 3, "= -3" in -3.
 _NUMBER = re.compile(
-    r"""(?P<minus> (?<![\w)\]}.,]) [-−] )? \$? (?P<inner_minus> (?<=\$) [-−] )?
+    r"""(?P<minus> (?<![\w)\]}]) [-−] )? \$? (?P<inner_minus> (?<=\$) [-−] )?
         (?P<value> (?: [0-9]{1,3} (?:,[0-9]{3})+ (?![0-9]) | [0-9]+ ) (?:\.[0-9]+)? | (?<![0-9])\.[0-9]+ )
         (?: \s?/\s? (?P<denominator> [0-9]+ ) (?![0-9./]) )?""",
     re.VERBOSE,
 )
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")  # braces nested up to three deep
-_LONGEST = 64  # characters of an answer; beyond it is no answer, and could take minutes to evaluate
+_LONGEST = 64  # characters of an answer; a longer one is none, and could take minutes to evaluate
 
 
 def last_number(prompts: list[str], responses: list[str], rows: list[Row]) -> list[float]:
@@ -33,10 +33,10 @@ def gsm8k(prompts: list[str], responses: list[str], rows: list[Row]) -> list[flo
     """1 where the response's answer equals the row's, which stands after "####" (GSM8K), else 0.
 
     The response's answer is what stands after its last "####", else in its last \\boxed{}, else its last number. Plain
-    numbers are compared exactly; LaTeX such as \\frac{1}{2} is judged by math-verify where that is installed, and is
-    wrong otherwise.
+    numbers are compared exactly; expressions such as \\frac{1}{2} are judged by math-verify where it is installed, and
+    are wrong where it is not.
     """
-    return [float(_same(answer_part(text), _gold(row))) for text, row in zip(responses, rows, strict=True)]
+    return [float(_same(text, _gold(row))) for text, row in zip(responses, rows, strict=True)]
 
 
 def first_digit(prompts: list[str], responses: list[str], rows: list[Row]) -> list[float]:
@@ -52,26 +52,16 @@ def first_digit(prompts: list[str], responses: list[str], rows: list[Row]) -> li
 
 def find_number(text: str) -> Fraction | None:
     """The last number in ``text``, exactly, or None."""
-    last = None
-    for last in _NUMBER.finditer(text):
-        pass
-    if last is None or len(last[0]) > _LONGEST:
+    found = list(_NUMBER.finditer(text))
+    return _value(found[-1]) if found else None
+
+
+def _value(number: re.Match[str]) -> Fraction | None:
+    denominator = int(number["denominator"] or 1) if len(number[0]) <= _LONGEST else 0
+    if denominator == 0:
         return None
-    value = Fraction(last["value"].replace(",", ""))
-    if last["denominator"]:
-        if int(last["denominator"]) == 0:
-            return None
-        value /= int(last["denominator"])
-    return -value if last["minus"] or last["inner_minus"] else value
-
-
-def answer_part(response: str) -> str:
-    """The part of a response that holds its answer: after the last "####", else in the last \\boxed{}, else all."""
-    _, marker, after = response.rpartition("####")
-    if marker:
-        return after.strip().split("\n")[0].strip()
-    boxed = _BOXED.findall(response)
-    return boxed[-1].strip() if boxed else response
+    value = Fraction(number["value"].replace(",", "")) / denominator
+    return -value if number["minus"] or number["inner_minus"] else value
 
 
 def _gold(row: Row) -> Fraction:
@@ -82,21 +72,30 @@ def _gold(row: Row) -> Fraction:
     return value
 
 
-def _same(part: str, gold: Fraction) -> bool:
-    latex = "\\" in part and len(part) <= _LONGEST
-    if not latex:
-        return find_number(part) == gold
-    # Powers and factorials are not evaluated: a response can ask for 9^{9^9}, and nobody's answer is written so.
-    return not re.search(r"[\^!]", part) and _math_verify(part, gold)
+def _same(response: str, gold: Fraction) -> bool:
+    _, marker, part = response.rpartition("####")
+    if marker:
+        part = part.strip().partition("\n")[0]
+    elif boxed := _BOXED.findall(response):
+        part = boxed[-1]
+    else:
+        return find_number(response) == gold
+    # Units and spacing of LaTeX go; of "x = 2 + 3 = 5" the last side counts.
+    part = re.sub(r"\\text\{[^}]*\}|\\[$%,;! ]", "", part).replace("{,}", ",").rpartition("=")[2].strip()
+    if re.search(r"[\\^]|[0-9)}]\s*[-−*+]\s*[0-9(]", part):
+        return _math_verify(part, gold)
+    number = _NUMBER.search(part)
+    return number is not None and _value(number) == gold
 
 
 def _math_verify(latex: str, gold: Fraction) -> bool:
-    """math-verify's verdict; False where it is not installed.
+    """math-verify's verdict; False where it is not installed, and for powers, factorials and long expressions.
 
+    Those are never a GSM8K answer, and a response may ask for 9^{9^9}, which would be evaluated for hours.
     Its own time-outs are off: they work by signals, fail in threads and read as a wrong answer. The Reward role's
     process has a hard time-out instead (reward.timeout), which is an error.
     """
-    if importlib.util.find_spec("math_verify") is None:
+    if len(latex) > _LONGEST or re.search(r"[\^!]", latex) or importlib.util.find_spec("math_verify") is None:
         return False
     from math_verify import parse, verify
 
