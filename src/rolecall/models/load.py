@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -59,7 +60,7 @@ def resolve(path: str) -> str:
         UserError: ``path`` is neither a folder, a built-in name, nor written like a hub id.
     """
     if path in BUILT_IN:
-        return str(_built_in(path))
+        return str(_make_once(path))
     if Path(path).is_dir():
         return path
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
@@ -73,13 +74,18 @@ def built_in_folder(name: str) -> Path:
     return Path(cache) / "models" / LAYOUT / name
 
 
-def _built_in(name: str) -> Path:
+def built_in_folder(name: str) -> Path:
+    """Where a built-in model lies, or will lie once it is made."""
+    cache = Path(os.environ.get("ROLECALL_CACHE") or Path.home() / ".cache" / "rolecall")
+    return cache / "models" / LAYOUT / name
+
+
+def _make_once(name: str) -> Path:
     folder = built_in_folder(name)
-    cache = folder.parent
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f"{name}.lock"):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f"{name}.lock")):
         if not folder.is_dir():
-            new = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
+            new = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
             try:
                 importlib.import_module(BUILT_IN[name]).make(new)
                 for file in new.iterdir():
@@ -101,14 +107,14 @@ def load(config: configuration.Model, device: torch.device | str) -> Loaded:
     device = torch.device(device)
     path = resolve(config.path)
     dtype = _dtype(config.dtype, device)
-    tokenizer = load_tokenizer(config)
-    architecture = _from_pretrained(AutoConfig, config.path)
+    architecture = _pretrained(AutoConfig, config.path)
     _check_causal(architecture, config.path)
+    tokenizer = load_tokenizer(config)
     check_memory(weight_bytes(architecture, dtype), f"the weights of {config.path}", device)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"model.path: the weights of {config.path!r} cannot be loaded: {_short(error)}") from None
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"model.path: the weights of {config.path!r} cannot be loaded: {_short(error)}") from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise UserError(
@@ -123,13 +129,30 @@ def load_tokenizer(config: configuration.Model) -> Any:
     """The model's tokenizer, with a chat template and a padding token.
 
     Raises:
-        UserError: the tokenizer cannot be had, or there is no chat template.
+        UserError: it cannot be had, or there is no chat template.
     """
-    tokenizer = _from_pretrained(AutoTokenizer, config.path)
-    _set_chat_template(tokenizer, config)
+    tokenizer = _pretrained(AutoTokenizer, config.path)
+    if config.chat_template is not None:
+        file = Path(config.chat_template)
+        if not file.is_file():
+            raise UserError(f"model.chat_template: there is no file {config.chat_template!r}.")
+        tokenizer.chat_template = file.read_text()
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"model.path: {config.path!r} has no chat template. Use the model's instruction-tuned variant, or give a "
+            "Jinja file: --model.chat_template FILE."
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is always masked, so any token will do
     return tokenizer
+
+
+def _pretrained(kind: Any, path: str) -> Any:
+    """``kind.from_pretrained``: what a folder or the hub says of a model, before its weights."""
+    try:
+        return kind.from_pretrained(resolve(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.path: {path!r} cannot be loaded: {_short(error)} {_choices(path)}") from error
 
 
 def weight_bytes(architecture: Any, dtype: torch.dtype) -> int:
@@ -194,19 +217,6 @@ def _check_causal(architecture: Any, path: str) -> None:
         causal = known[type(architecture)].__name__ in architecture.architectures
     if not causal:
         raise UserError(f"model.path: {path!r} is a {made_as}, not a causal language model. {_choices(path)}")
-
-
-def _set_chat_template(tokenizer: Any, config: configuration.Model) -> None:
-    if config.chat_template is not None:
-        file = Path(config.chat_template)
-        if not file.is_file():
-            raise UserError(f"model.chat_template: there is no file {config.chat_template!r}.")
-        tokenizer.chat_template = file.read_text()
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"model.path: {config.path!r} has no chat template. Use the model's instruction-tuned variant, or give a "
-            "Jinja file: --model.chat_template FILE."
-        )
 
 
 def _choices(path: str) -> str:
