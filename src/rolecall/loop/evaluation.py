@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
 from pathlib import Path
 
 from rolecall.loop.stages import Context, requests
@@ -20,9 +18,10 @@ def evaluate(context: Context, heldout: list[Prompt], run_dir: Path, step: int) 
     samples = context.roles.rollout.generate(requests(context.config, groups, context.config.run.eval_samples))
     prompts = dict(groups)
     rewards = context.roles.reward.score([prompts[sample.group_id] for sample in samples], samples)
-    with open(run_dir / "eval.jsonl", "a") as file:
-        for sample, reward in zip(samples, rewards, strict=True):
-            line = {
+    telemetry.append(
+        run_dir / telemetry.EVAL,
+        [
+            {
                 "step": step,
                 "prompt_id": sample.prompt_id,
                 "index": sample.index,
@@ -30,13 +29,8 @@ def evaluate(context: Context, heldout: list[Prompt], run_dir: Path, step: int) 
                 "response": sample.text,
                 "reward": reward,
             }
-            file.write(json.dumps(line) + "\n")
+            for sample, reward in zip(samples, rewards, strict=True)
+        ],
+    )
     return sum(rewards) / len(rewards)
 
-
-def accuracy_by_step(run_dir: Path) -> dict[int, float]:
-    """Mean held-out reward of each evaluated step, read back from eval.jsonl."""
-    by_step: dict[int, list[float]] = defaultdict(list)
-    for line in telemetry.read(run_dir / "eval.jsonl"):
-        by_step[line["step"]].append(line["reward"])
-    return {step: sum(rewards) / len(rewards) for step, rewards in sorted(by_step.items())}

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall import algorithms, cluster, data, engines, models, rewards
+from rolecall import algorithms, cluster, data, models
 from rolecall.config import Config
+from rolecall.data.functions import load_function
 from rolecall.errors import UserError
 from rolecall.loop import evaluation, sync
 from rolecall.loop.stages import Context, synchronise
@@ -38,7 +39,7 @@ class Run:
     @property
     def heldout(self) -> dict[int, float]:
         """Held-out accuracy by step (0: before training)."""
-        return evaluation.accuracy_by_step(self.dir)
+        return telemetry.heldout_accuracy(self.dir)
 
     @property
     def checkpoint(self) -> Path:
@@ -112,8 +113,7 @@ def train(config: Config, *, resume: bool = False) -> Run:
     run_dir = Path(config.run.dir or "runs/run")
     start = _where_to_start(run_dir, resume)
     config.check_trainable()
-    engines.check_name(config.rollout.engine)
-    rewards.resolve(config.reward.function)
+    load_function(config.reward.function, "reward.function")  # a mistake in it shows now, not when its process starts
     with Console(config) as console:
         console.status("reading the data")
         tokenizer = models.load_tokenizer(config.model)

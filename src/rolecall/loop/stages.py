@@ -1,4 +1,4 @@
-"""The six stages of a step. Each mode of the loop (synchronous here, pipelined, asynchronous) calls these same functions."""
+"""The six stages of a step. Every mode of the loop (synchronous, pipelined, asynchronous) calls these functions."""
 
 from __future__ import annotations
 
