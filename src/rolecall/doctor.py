@@ -1,0 +1,176 @@
+"""``rolecall doctor``: what is installed, which engines and devices are usable, and what to install for the rest."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from packaging.requirements import Requirement
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rolecall.telemetry.versions import installed
+
+DEMO_MODEL = "smollm2-135m-instruct"
+DEMO_MEMORY = 4 * 2**30  # bytes: weights, gradients and Adam in FP32 (2.2), activations, the processes themselves
+DEMO_DISK = 2**30  # bytes: download, conversion, model, and a run's checkpoints
+COLORS = {"ok": "green", "missing": "bold red", "optional": "dim"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at. ``missing``: the demo cannot run without it; ``optional``: not there, not needed.
+
+    ``fix`` is what to do about it, as a command where there is one.
+    """
+
+    section: str
+    name: str
+    status: Literal["ok", "missing", "optional"]
+    detail: str
+    fix: str = ""
+
+
+def doctor() -> list[Check]:
+    """Look at everything. Takes as long as importing torch and transformers."""
+    base, extras = _requirements()
+    checks = [Check("Packages", "python", "ok", platform.python_version())]
+    checks += [_package("Packages", requirement) for requirement in base]
+    if all(check.status == "ok" for check in checks):
+        checks += _machine()
+    checks += [
+        Check("Engines", "native", "ok", "on the Actor's own weights; CPU and GPU"),
+        Check("Engines", "transformers", "ok", "for models that the native engine does not take"),
+        *(_planned(name) for name in ("vllm", "sglang")),
+    ]
+    checks += [_package("Extras", requirement, extra) for extra in extras for requirement in extras[extra]]
+    return checks
+
+
+def main() -> int:
+    """Print the checks; 0 if the demo can run, else 1."""
+    checks = doctor()
+    console = Console(highlight=False)
+    for section, members in groupby(checks, key=lambda check: check.section):
+        table = Table(title=section, title_justify="left", title_style="bold", box=None, show_header=False)
+        table.add_column(width=8)
+        table.add_column(width=14)
+        table.add_column(overflow="fold")
+        for check in members:
+            detail = Text(check.detail + (f": {check.fix}" if check.fix else ""))
+            table.add_row(Text(check.status, COLORS[check.status]), check.name, detail)
+        console.print(table, "")
+    missing = [check for check in checks if check.status == "missing"]
+    if missing:
+        fixes = "\n".join(f"  {fix}" for fix in dict.fromkeys(check.fix for check in missing))
+        console.print(f"The demo cannot run yet. Mend this first:\n{fixes}", markup=False)
+    else:
+        console.print("The demo can run: rolecall demo")
+    return 1 if missing else 0
+
+
+def _requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
+    """What the package itself needs, and what each extra adds, from its own metadata."""
+    everything = [Requirement(text) for text in importlib.metadata.requires("rolecall") or []]
+    names = set(importlib.metadata.metadata("rolecall").get_all("Provides-Extra") or []) - {"dev"}
+    base = [requirement for requirement in everything if _needed(requirement, "")]
+    return base, {
+        extra: [requirement for requirement in everything if requirement not in base and _needed(requirement, extra)]
+        for extra in sorted(names)
+    }
+
+
+def _needed(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def _package(section: str, requirement: Requirement, extra: str = "") -> Check:
+    """Is it there, in a version that will do? An extra's package is optional."""
+    version = installed(requirement.name)
+    if version and requirement.specifier.contains(version, prereleases=True):
+        return Check(section, requirement.name, "ok", version)
+    detail = f"{version} is not {requirement.specifier}" if version else "not installed"
+    fix = f"pip install 'rolecall[{extra}]'" if extra else f"pip install '{requirement.name}{requirement.specifier}'"
+    return Check(section, requirement.name, "optional" if extra else "missing", detail, fix)
+
+
+def _planned(engine: str) -> Check:
+    version = installed(engine)
+    found = f"{version} is installed, but " if version else "not installed; "
+    return Check("Engines", engine, "optional", f"{found}planned: Rolecall has no adapter for it yet")
+
+
+def _machine() -> list[Check]:
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:  # installed, but for another system, or half
+        fix = "pip install --force-reinstall torch"
+        return [Check("Packages", "torch", "missing", f"cannot be imported ({error})", fix)]
+    return [*_devices(), *_demo()]
+
+
+def _devices() -> list[Check]:
+    import psutil
+    import torch
+
+    from rolecall.models.load import free_memory
+
+    memory = free_memory(torch.device("cpu"))
+    detail = f"{os.cpu_count()} cores, {_gib(memory)} of {_gib(psutil.virtual_memory().total)} memory free"
+    checks = [Check("Devices", "cpu", "ok", detail)]
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        checks.append(Check("Devices", f"gpu {index}", "ok", f"{name}, {_gib(free)} of {_gib(total)} free"))
+    if len(checks) == 1:
+        if shutil.which("nvidia-smi"):
+            detail = f"there is one, but torch {torch.__version__} cannot use it"
+            checks.append(Check("Devices", "gpu", "optional", detail, "install torch as https://pytorch.org says"))
+        else:
+            checks.append(Check("Devices", "gpu", "optional", "none; everything runs on the CPU"))
+    return checks
+
+
+def _demo() -> list[Check]:
+    """Model, disk and memory for the demo."""
+    from rolecall.models.load import built_in_folder, device, free_memory
+
+    folder = built_in_folder(DEMO_MODEL)
+    if folder.is_dir():
+        model = Check("Demo", "model", "ok", f"in the cache: {folder}")
+    elif installed("gguf") is None:
+        model = Check(
+            "Demo", "model", "missing", "not in the cache, and gguf is missing", "pip install 'rolecall[demo]'"
+        )
+    elif importlib.util.find_spec("pip") is None:
+        model = Check("Demo", "model", "missing", "not in the cache, and pip is missing", "python -m ensurepip")
+    else:
+        model = Check("Demo", "model", "ok", "not in the cache yet; the first run downloads 94 MB")
+    place = next(parent for parent in [folder, *folder.parents] if parent.exists())
+    return [
+        model,
+        _enough(
+            "disk",
+            shutil.disk_usage(place).free,
+            DEMO_DISK,
+            "for the cache",
+            "set ROLECALL_CACHE to a folder on another disk",
+        ),
+        _enough("memory", free_memory(device()), DEMO_MEMORY, f"on {device()}", "close other programs"),
+    ]
+
+
+def _enough(name: str, free: int, needed: int, where: str, fix: str) -> Check:
+    detail = f"{_gib(free)} free {where}, {_gib(needed)} needed"
+    return Check("Demo", name, "ok", detail) if free >= needed else Check("Demo", name, "missing", detail, fix)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,92 @@
+"""rolecall doctor: what it says must be so, on this machine and on poorer ones."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from rolecall import doctor
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROLECALL_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def by_name(checks: list[doctor.Check]) -> dict[str, doctor.Check]:
+    return {f"{check.section}/{check.name}": check for check in checks}
+
+
+def test_what_is_installed_is_reported_with_its_version():
+    checks = by_name(doctor.doctor())
+    for package in ("torch", "transformers", "ray"):
+        assert checks[f"Packages/{package}"].status == "ok"
+        assert checks[f"Packages/{package}"].detail == importlib.metadata.version(package)
+    assert "cores" in checks["Devices/cpu"].detail
+    assert sum(name.startswith("Devices/gpu ") for name in checks) == torch.cuda.device_count()
+
+
+def test_engines_without_an_adapter_are_not_called_usable(monkeypatch):
+    checks = by_name(doctor.doctor())
+    assert [checks[f"Engines/{name}"].status for name in ("native", "transformers")] == ["ok", "ok"]
+    assert [checks[f"Engines/{name}"].status for name in ("vllm", "sglang")] == ["optional", "optional"]
+    monkeypatch.setattr(doctor, "installed", lambda package: "0.26.0")
+    assert doctor._planned("vllm").status == "optional"
+    assert doctor._planned("vllm").detail == "0.26.0 is installed, but planned: Rolecall has no adapter for it yet"
+
+
+def test_every_extra_is_there_or_has_its_command():
+    checks = by_name(doctor.doctor())
+    extras = {"demo": "gguf", "math": "math-verify"} | {
+        name: name for name in ("datasets", "tensorboard", "wandb", "trackio", "mlflow")
+    }
+    assert {f"Extras/{package}" for package in extras.values()} == {name for name in checks if "Extras/" in name}
+    for extra, package in extras.items():
+        check = checks[f"Extras/{package}"]
+        assert check.status == "ok" or check.fix == f"pip install 'rolecall[{extra}]'"
+
+
+@pytest.mark.parametrize(
+    ("version", "extra", "status", "detail", "fix"),
+    [
+        ("2.9.1+cpu", "", "ok", "2.9.1+cpu", ""),
+        ("2.10.0rc1", "", "ok", "2.10.0rc1", ""),
+        ("2.8.0", "", "missing", "2.8.0 is not >=2.9", "pip install 'torch>=2.9'"),
+        (None, "", "missing", "not installed", "pip install 'torch>=2.9'"),
+        (None, "demo", "optional", "not installed", "pip install 'rolecall[demo]'"),
+    ],
+)
+def test_a_package_is_judged_by_its_version(monkeypatch, version, extra, status, detail, fix):
+    monkeypatch.setattr(doctor, "installed", lambda package: version)
+    check = doctor._package("Packages", Requirement("torch>=2.9"), extra)
+    assert (check.status, check.detail, check.fix) == (status, detail, fix)
+
+
+def test_the_demo_model_is_found_in_the_cache(cache):
+    from rolecall.models.load import built_in_folder
+
+    assert "first run downloads" in by_name(doctor._demo())["Demo/model"].detail
+    built_in_folder(doctor.DEMO_MODEL).mkdir(parents=True)
+    check = by_name(doctor._demo())["Demo/model"]
+    assert check.status == "ok" and str(cache) in check.detail
+
+
+def test_a_machine_that_can_run_the_demo_gets_0(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "DEMO_MEMORY", 1)
+    monkeypatch.setattr(doctor, "DEMO_DISK", 1)
+    assert doctor.main() == 0
+    assert "The demo can run: rolecall demo" in capsys.readouterr().out
+
+
+def test_a_machine_that_cannot_gets_1_and_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "DEMO_DISK", 2**80)
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name == "gguf" else importlib.metadata.version(name))
+    monkeypatch.setattr(doctor, "_planned", lambda name: doctor.Check("Engines", name, "optional", ""))
+    monkeypatch.setattr(doctor, "_requirements", lambda: ([], {}))
+    assert doctor.main() == 1
+    end = capsys.readouterr().out.partition("Mend this first:\n")[2].splitlines()
+    assert end == ["  pip install 'rolecall[demo]'", "  set ROLECALL_CACHE to a folder on another disk"]
