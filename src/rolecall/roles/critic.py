@@ -58,7 +58,8 @@ class Critic:
 
     def _values(self, micro: MicroBatch) -> Tensor:
         """(B, T) values."""
-        return micro.rows(self._head(response_hidden(self._loaded.model, micro).float()).squeeze(-1))
+        hidden = response_hidden(self._loaded.model, micro).to(self._head.weight.dtype)
+        return micro.rows(self._head(hidden).squeeze(-1))
 
     def _loss(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
         return value_loss(

@@ -61,7 +61,7 @@ def prune(run_dir: str | Path, keep: int) -> None:
 
 def rng_state() -> dict[str, Any]:
     """The state of this process's global random generators (python, numpy, torch, each GPU)."""
-    numpy: dict[str, Any] = np.random.get_state(legacy=False)  # type: ignore[assignment]
+    numpy: dict[str, Any] = np.random.get_state(legacy=False)
     numpy["state"]["key"] = numpy["state"]["key"].tolist()  # torch.load(weights_only=True) takes no arrays
     return {
         "python": random.getstate(),
