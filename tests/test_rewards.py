@@ -183,7 +183,7 @@ def test_reward_that_raises_names_sample_error_and_line(tmp_path: Path) -> None:
 
 def test_reward_that_raises_for_the_batch_only(tmp_path: Path) -> None:
     role = reward(tmp_path, "return [1.0] if len(responses) == 1 else 1 / 0")
-    with pytest.raises(UserError, match="ZeroDivisionError.*for all 2 samples together, though for none alone"):
+    with pytest.raises(UserError, match=r"ZeroDivisionError.*for all 2 samples together, though for none alone"):
         role.score([prompt()] * 2, [sample("a"), sample("b")])
 
 

@@ -6,7 +6,6 @@ import importlib
 import os
 import re
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ from rolecall.models.attention import why_unsupported
 # Each module's make(folder) writes the model.
 BUILT_IN = {"smollm2-135m-instruct": "rolecall.models.smollm2", "tiny": "rolecall.models.tiny"}
 LAYOUT = "1"  # of the cache; counted up when a built-in model is made differently
+
+CGROUP = Path("/sys/fs/cgroup")
 
 transformers_logging.disable_progress_bar()  # a bar for each shard would tear the run's own display
 
@@ -74,26 +75,18 @@ def built_in_folder(name: str) -> Path:
     return Path(cache) / "models" / LAYOUT / name
 
 
-def built_in_folder(name: str) -> Path:
-    """Where a built-in model lies, or will lie once it is made."""
-    cache = Path(os.environ.get("ROLECALL_CACHE") or Path.home() / ".cache" / "rolecall")
-    return cache / "models" / LAYOUT / name
-
-
 def _make_once(name: str) -> Path:
     folder = built_in_folder(name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f"{name}.lock")):
         if not folder.is_dir():
-            new = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
-            try:
-                importlib.import_module(BUILT_IN[name]).make(new)
-                for file in new.iterdir():
-                    file.chmod(0o644)
-                new.chmod(0o755)
-                new.rename(folder)
-            finally:
-                shutil.rmtree(new, ignore_errors=True)
+            new = folder.with_name(f"{name}.new")
+            shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+            new.mkdir()
+            importlib.import_module(BUILT_IN[name]).make(new)
+            for file in new.iterdir():
+                file.chmod(0o644)
+            new.rename(folder)
     return folder
 
 
@@ -181,25 +174,16 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     left = psutil.virtual_memory().available
-    root = Path("/sys/fs/cgroup")
     for limit, usage, stat in (
         ("memory.max", "memory.current", "memory.stat"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ):
-        if (root / limit).is_file() and (text := (root / limit).read_text().strip()) != "max":
-            cache = re.search(r"^inactive_file (\d+)$", (root / stat).read_text(), re.MULTILINE)
-            used = int((root / usage).read_text()) - (
-                int(cache[1]) if cache else 0
-            )  # the kernel drops this cache first
+        if (CGROUP / limit).is_file() and (text := (CGROUP / limit).read_text().strip()) != "max":
+            cache = re.search(r"^inactive_file (\d+)$", (CGROUP / stat).read_text(), re.MULTILINE)
+            droppable = int(cache[1]) if cache else 0  # file cache, which the kernel gives up before it kills
+            used = int((CGROUP / usage).read_text()) - droppable
             left = min(left, int(text) - used)
     return max(left, 0)
-
-
-def _from_pretrained(kind: Any, path: str) -> Any:
-    try:
-        return kind.from_pretrained(resolve(path))
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model.path: {path!r} cannot be loaded: {_short(error)} {_choices(path)}") from None
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
