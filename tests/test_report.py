@@ -167,3 +167,8 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
         report.write(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"holds no metrics\.jsonl"):
         report.write(tmp_path)
+
+
+def test_every_curve_is_explained():
+    documented = re.findall(r"`([\w/]+)`", (Path(__file__).parents[1] / "docs" / "metrics.md").read_text())
+    assert {name for _, _, names in report.CURVES for name in names} <= set(documented)

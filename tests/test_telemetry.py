@@ -206,13 +206,15 @@ def test_without_a_terminal_each_step_is_one_plain_line():
         console.evaluated(0.125)
         console.step(1, STEP | {"kl": 0.01234})
         console.step(2, STEP | {"kl": None, "heldout/accuracy": 0.75, "time/step": 70.0})
-    stages = "(generate 5.0, score 0.0, reference 1.0, advantages 0.0, update 3.0, sync 0.5)"
+    stages = "(generate {}%, score 0%, reference {}%, advantages 0%, update {}%, sync {}%)"
     assert output.export_text().splitlines() == [
         "starting [the] roles",
         "held-out accuracy 0.125",
-        f"step 1/4  reward 0.500  held-out 0.125  KL 0.0123  tokens/s 1,234  10.0 s {stages}  0:30 left",
-        # Median of 10 s and 70 s is 40 s a step, two of them left.
-        f"step 2/4  reward 0.500  held-out 0.125 → 0.750  KL –  tokens/s 1,234  70.0 s {stages}  1:20 left",
+        "step 1/4  reward 0.500  held-out 0.125  KL 0.0123  tokens/s 1,234  "
+        f"10.0 s {stages.format(50, 10, 30, 5)}  0:30 left",
+        # 10 s and 70 s make 40 s a step, two of them left.
+        "step 2/4  reward 0.500  held-out 0.125 → 0.750  KL –  tokens/s 1,234  "
+        f"70.0 s {stages.format(7, 1, 4, 1)}  1:20 left",
     ]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections import deque
 from itertools import accumulate
 from pathlib import Path
@@ -40,7 +42,8 @@ class Console:
         self._metrics: dict[str, Any] = {}
         self._rewards: list[float] = []
         self._heldout: list[float] = []
-        self._recent: deque[float] = deque(maxlen=10)  # seconds a step
+        self._recent: deque[float] = deque(maxlen=20)  # seconds a step, with evaluation and checkpoints between
+        self._finished = math.inf  # when the last step was
         live = Live(console=self._output, get_renderable=self._render, refresh_per_second=8)
         self._live = live if self._output.is_terminal else None
 
@@ -74,7 +77,9 @@ class Console:
         """Show a finished step."""
         self._step, self._metrics, self._status = step, metrics, ""
         self._rewards.append(metrics["reward/mean"])
-        self._recent.append(metrics["time/step"])
+        now = time.monotonic()
+        self._recent.append(max(metrics["time/step"], now - self._finished))
+        self._finished = now
         if metrics.get("heldout/accuracy") is not None:
             self._heldout.append(metrics["heldout/accuracy"])
         if not self._live:
@@ -98,7 +103,7 @@ class Console:
 
     @property
     def _left(self) -> str:
-        seconds = statistics.median(self._recent) * (self._config.run.steps - self._step)
+        seconds = statistics.fmean(self._recent) * (self._config.run.steps - self._step)
         hours, minutes = divmod(round(seconds) // 60, 60)
         clock = f"{hours}:{minutes:02}:{round(seconds) % 60:02}" if hours else f"{minutes}:{round(seconds) % 60:02}"
         return f"{clock} left"
@@ -116,9 +121,10 @@ class Console:
     def _line(self) -> str:
         metrics = self._metrics
         figures = "  ".join(f"{name} {value}" for name, value in self._figures().items())
-        stages = ", ".join(f"{stage} {metrics.get(f'time/{stage}', 0.0):.1f}" for stage in STAGES)
+        total = metrics["time/step"] or 1.0
+        stages = ", ".join(f"{stage} {metrics.get(f'time/{stage}', 0.0) / total:.0%}" for stage in STAGES)
         step = f"step {self._step}/{self._config.run.steps}"
-        return f"{step}  {figures}  {metrics['time/step']:.1f} s ({stages})  {self._left}"
+        return f"{step}  {figures}  {_seconds(metrics['time/step'])} ({stages})  {self._left}"
 
     def _render(self) -> Group:
         config = self._config
@@ -142,7 +148,7 @@ class Console:
         row.add_column(justify="right", no_wrap=True)
         total = self._config.run.steps
         bar = ProgressBar(total, self._step, complete_style=STAGE_COLORS["generate"], finished_style="green")
-        row.add_row(f"step {self._step} of {total}", bar, f"{self._metrics['time/step']:.1f} s a step", self._left)
+        row.add_row(f"step {self._step} of {total}", bar, f"{_seconds(self._metrics['time/step'])} a step", self._left)
         return row
 
     def _figures_row(self) -> Table:
@@ -192,6 +198,10 @@ def sparkline(values: list[float], width: int) -> str:
 
 def _figure(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
 
 
 def _answers(answers: list[tuple[dict[str, Any], dict[str, Any]]]) -> Table:
