@@ -1,12 +1,16 @@
-"""What several test files share: one tiny model, made once."""
+"""What several test files share: one tiny model, made once, and no time limit on hypothesis' examples."""
 
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from rolecall import config, models
 from rolecall.models import Loaded
 from rolecall.models.tiny import make
+
+settings.register_profile("rolecall", deadline=None)
+settings.load_profile("rolecall")
 
 
 @pytest.fixture(scope="session")
