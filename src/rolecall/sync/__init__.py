@@ -1,5 +1,30 @@
-"""Weights from the Actor to the engine: the sixth stage."""
+"""Weights from the Actor to the rollout engine: the sixth stage."""
 
-from rolecall.sync.buckets import check_coverage, checksum
+from __future__ import annotations
 
-__all__ = ["check_coverage", "checksum"]
+from typing import TYPE_CHECKING
+
+from rolecall.sync import host, shared
+from rolecall.sync.buckets import checksum
+
+if TYPE_CHECKING:
+    from rolecall.cluster import Roles
+
+__all__ = ["checksum", "sync"]
+
+
+def sync(roles: Roles, version: int | None = None) -> dict[str, float]:
+    """Make the engine generate from the Actor's present weights, and check that it does.
+
+    Args:
+        roles: Actor and Rollout; whether they share a process decides how the weights travel.
+        version: that the engine's weights get; None: one more than they have.
+
+    Returns:
+        ``sync/version`` and ``sync/bytes`` (moved; 0 where the weights are shared).
+
+    Raises:
+        RunError: the engine would not have the Actor's weights, every parameter exactly. It keeps the old ones then.
+    """
+    transport = shared if roles.actor.process is roles.rollout.process else host
+    return transport.sync(roles.actor, roles.rollout, version)

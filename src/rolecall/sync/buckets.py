@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall.errors import RunError
-
 BUCKET_BYTES = 512 * 2**20
 ALIGNMENT = 256  # bytes: every tensor starts where any dtype, and a GPU's widest load, may start
 Weights = Iterable[tuple[str, Tensor]]
@@ -53,10 +51,10 @@ class Bucket:
 def plan(weights: Weights, limit: int = BUCKET_BYTES) -> list[tuple[Entry, ...]]:
     """Cut the weights, in their order, into buckets of at most ``limit`` bytes; a larger tensor has one of its own."""
     buckets: list[list[Entry]] = []
-    end = limit
+    end = 0
     for name, tensor in weights:
         start = -(-end // ALIGNMENT) * ALIGNMENT
-        if start + tensor.nbytes > limit:
+        if not buckets or start + tensor.nbytes > limit:
             buckets.append([])
             start = 0
         buckets[-1].append(Entry(name, tuple(tensor.shape), tensor.dtype, start))
@@ -78,34 +76,6 @@ def unpack(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
     return chain.from_iterable(bucket.tensors() for bucket in buckets)
 
 
-def check_coverage(weights: Weights, parameters: Weights) -> None:
-    """Refuse weights that are not exactly the parameters: each one once, in its shape and dtype.
-
-    Raises:
-        RunError: with the names that are missing, unknown or given twice, or the first that does not fit.
-    """
-    expected = dict(parameters)
-    got: dict[str, Tensor] = {}
-    twice = []
-    for name, tensor in weights:
-        if name in got:
-            twice.append(name)
-        got[name] = tensor
-    missing, unknown = expected.keys() - got.keys(), got.keys() - expected.keys()
-    faults = [
-        f"{what}: {', '.join(sorted(names)[:5])}{' ...' if len(names) > 5 else ''}"
-        for what, names in (("missing", missing), ("unknown", unknown), ("given twice", twice))
-        if names
-    ]
-    faults += [
-        f"{name} comes as {tensor.dtype} {tuple(tensor.shape)} for {expected[name].dtype} {tuple(expected[name].shape)}"
-        for name, tensor in got.items()
-        if name in expected and (tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype)
-    ][:1]
-    if faults:
-        raise RunError(f"The weights are not the engine's {len(expected)} parameters: {'; '.join(faults)}.")
-
-
 @torch.no_grad()
 def checksum(weights: Weights) -> str:
     """A digest of every bit of the weights, with names, shapes and dtypes: the same on every device, in every order.
@@ -119,6 +89,8 @@ def checksum(weights: Weights) -> str:
 
 def _digest(name: str, value: Tensor) -> str:
     raw = value.detach().contiguous().view(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
     columns = 1024
     whole = len(raw) // (8 * columns) * (8 * columns)
     table = raw[:whole].view(torch.int64).view(-1, columns)

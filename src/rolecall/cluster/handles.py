@@ -1,0 +1,88 @@
+"""What the loop holds of a role in another process: calls with a time-out, and errors that say who failed and where."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from rolecall.errors import RunError, UserError
+
+
+@dataclass
+class Process:
+    """A pool's process. ``node`` and ``pid`` say where it runs, once it does."""
+
+    pool: str
+    roles: list[str]
+    worker: Any  # the Ray actor handle of a Worker
+    node: str = "a node that has not answered yet"
+    node_id: str = ""
+    pid: int = 0
+
+    def __str__(self) -> str:
+        return f"pool {self.pool!r} ({', '.join(self.roles)}; process {self.pid} on {self.node})"
+
+
+class Future:
+    """A call under way. ``timeout`` seconds count from its start; ``advice`` is what to do when they are over."""
+
+    def __init__(self, ref: Any, what: str, process: Process, timeout: float, advice: str):
+        self.ref, self.what, self.process, self.timeout, self.advice = ref, what, process, timeout, advice
+        self._deadline = time.monotonic() + timeout
+
+    def result(self) -> Any:
+        """Wait for the value.
+
+        Raises:
+            UserError, RunError: the role's own.
+            RunError: the role raised anything else (with its traceback), its process died, or the time is over (then
+                its process is killed, because what hangs in it would keep its GPU and its memory).
+        """
+        try:
+            return ray.get(self.ref, timeout=max(0.0, self._deadline - time.monotonic()))
+        except GetTimeoutError:
+            ray.kill(self.process.worker)
+            raise RunError(
+                f"{self.what} did not return within {self.timeout:g} s in {self.process}; its process was killed. "
+                f"{self.advice}"
+            ) from None
+        except RayTaskError as error:
+            if isinstance(error.cause, (UserError, RunError)):
+                raise error.cause from None
+            raise RunError(f"{self.what} failed in {self.process}:\n{error}") from None
+        except RayError as error:
+            raise RunError(
+                f"The process of {self.process} died during {self.what}. Go on from the last checkpoint with "
+                f"--resume. Ray says: {error}"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A role in the process of its pool: ``handle.method(...)`` calls it and waits."""
+
+    role: str
+    process: Process
+    timeout: float
+    advice: str
+
+    def start(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
+        """Start a call and return at once; ``.result()`` waits for its value.
+
+        A function in the place of a method's name is run in the role's process with the role as its first argument.
+        A Future among the arguments is handed on as the value it stands for, from process to process.
+        """
+        args = tuple(arg.ref if isinstance(arg, Future) else arg for arg in args)
+        name = method if isinstance(method, str) else method.__name__
+        ref = self.process.worker.call.remote(self.role, method, *args, **kwargs)
+        return Future(ref, f"{self.role}.{name}", self.process, self.timeout, self.advice)
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return lambda *args, **kwargs: self.start(method, *args, **kwargs).result()

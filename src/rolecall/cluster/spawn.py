@@ -1,0 +1,147 @@
+"""From the configuration to running roles: Ray, one placement group, a process a pool, and the end of all of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rolecall.cluster.handles import Future, Handle, Process
+from rolecall.cluster.worker import CLASSES, Worker
+from rolecall.config import Config
+from rolecall.errors import UserError
+
+LOCAL_WAIT = 10.0  # seconds for room on a Ray of our own, where no machine will join
+
+
+@dataclass(frozen=True)
+class Roles:
+    """A handle to each role; None where the run needs no such role."""
+
+    actor: Handle
+    rollout: Handle
+    reward: Handle
+    critic: Handle | None = None
+    reference: Handle | None = None
+
+
+@contextmanager
+def spawn(config: Config) -> Iterator[Roles]:
+    """Start the roles that the run needs in the pools of ``config.cluster``; end them when the block ends.
+
+    Raises:
+        UserError: no Ray at the address, no room for the pools, or what a role refuses when it is built.
+        RunError: a process died or hung while its roles were built.
+    """
+    pools = {}
+    for name, pool in config.cluster.pools.items():
+        if roles := sorted(set(config.roles) & set(pool.roles), key=config.roles.index):
+            pools[name] = roles
+    with _connected(config.cluster.address):
+        bundles = _bundles(config, pools, ray.cluster_resources().get("GPU", 0))
+        group = placement_group(list(bundles.values()), strategy=config.cluster.strategy)
+        processes: list[Process] = []
+        try:
+            _wait_for_room(config, group, bundles)
+            processes += [_start(config, group, index, *pool) for index, pool in enumerate(pools.items())]
+            yield _build(config, processes)
+        finally:
+            for process in processes:
+                ray.kill(process.worker)
+            remove_placement_group(group)
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[None]:
+    """A Ray to work on: the one this process is connected to (left alone), the one at ``address``, or a new one."""
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the worker hides the GPUs itself
+    try:
+        ray.init(address or "local", include_dashboard=None if address else False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"cluster.address: cannot work with Ray at {address or 'this machine'!r}: {error}\nStart one there with "
+            "`ray start --head`, or leave cluster.address empty for a local one."
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _bundles(config: Config, pools: dict[str, list[str]], gpus: float) -> dict[str, dict[str, float]]:
+    """What each pool reserves. GPUs that are not configured: one for each pool with a model, the Actor's first."""
+    given = {name: config.cluster.pools[name].gpus for name in pools}
+    left = gpus - sum(share for share in given.values() if share is not None)
+    bundles = {}
+    for name in sorted(pools, key=lambda name: "actor" not in pools[name]):
+        share = given[name]
+        if share is None:
+            share = 1.0 if left >= 1 and pools[name] != ["reward"] else 0.0
+            left -= share
+        # One byte of memory, because Ray refuses a bundle of nothing.
+        bundles[name] = {"GPU": share, "CPU": config.cluster.pools[name].cpus, "memory": 1.0}
+    return {name: {kind: amount for kind, amount in bundles[name].items() if amount} for name in pools}
+
+
+def _wait_for_room(config: Config, group: PlacementGroup, bundles: dict[str, dict[str, float]]) -> None:
+    cluster = config.cluster
+    seconds = cluster.timeout if cluster.address else min(cluster.timeout, LOCAL_WAIT)
+    if group.wait(seconds):
+        return
+    asked = "; ".join(f"{name}: {_amounts(bundle)}" for name, bundle in bundles.items())
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    has = "; ".join(f"{node['NodeManagerHostname']}: {_amounts(node['Resources'])}" for node in nodes)
+    raise UserError(
+        f"The cluster has no room for the pools (cluster.strategy {cluster.strategy}; waited {seconds:g} s).\n"
+        f"  asked for: {asked}\n  {len(nodes)} node(s) with: {has}\n  free now: {_amounts(ray.available_resources())}\n"
+        "Lower the pools' gpus or cpus, put roles together in fewer pools, change cluster.strategy, or add nodes."
+    )
+
+
+def _amounts(resources: dict[str, float]) -> str:
+    return ", ".join(f"{resources.get(kind, 0):g} {kind}s" for kind in ("GPU", "CPU"))
+
+
+def _start(config: Config, group: PlacementGroup, index: int, name: str, roles: list[str]) -> Process:
+    bundle = group.bundle_specs[index]
+    worker = (
+        ray.remote(Worker)
+        .options(
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        )
+        .remote(name, config.cluster.pools[name].threads, (os.getcwd(), [os.getcwd(), *filter(None, sys.path)]))
+    )
+    return Process(name, roles, worker)
+
+
+def _build(config: Config, processes: list[Process]) -> Roles:
+    """Build the roles of all pools side by side."""
+    timeout, advice = config.cluster.timeout, "Look at that node, or raise --cluster.timeout."
+    for process in processes:
+        place = Future(process.worker.place.remote(), "its start", process, timeout, advice)
+        process.node_id, host, process.pid = place.result()
+        process.node = f"node {host} ({process.node_id[:8]})"
+    building = []
+    for process in processes:
+        ref = process.worker.build.remote(config, {role: CLASSES[role] for role in process.roles})
+        building.append(Future(ref, f"building {', '.join(process.roles)}", process, timeout, advice))
+    handles: dict[str, Handle] = {}
+    for process, built in zip(processes, building, strict=True):
+        built.result()
+        handles |= {role: Handle(role, process, timeout, advice) for role in process.roles}
+    slow = f"reward.function {config.reward.function!r} hangs or is too slow: mend it, or raise --reward.timeout."
+    handles["reward"] = replace(handles["reward"], timeout=config.reward.timeout, advice=slow)
+    return Roles(**handles)

@@ -1,0 +1,70 @@
+"""The process of a pool: one generic Ray actor that builds any roles and calls their methods. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from rolecall.config import Config
+
+# How each role is found; a pool imports only what it hosts, so that a Reward's process never loads torch.
+CLASSES = {
+    "actor": "rolecall.roles.actor:Actor",
+    "critic": "rolecall.roles.critic:Critic",
+    "reference": "rolecall.roles.reference:Reference",
+    "rollout": "rolecall.roles.rollout:Rollout",
+    "reward": "rolecall.roles.reward:Reward",
+}
+
+
+class Worker:
+    """Hosts the roles of one pool. Calls to it run one after the other.
+
+    Args:
+        pool: its name.
+        threads: for torch; 0: all cores of the node.
+        driver: working folder and import path of the process that started the run, used where they exist on this
+            node, so that a reward function is found by the same name here as there.
+    """
+
+    def __init__(self, pool: str, threads: int, driver: tuple[str, list[str]]):
+        self.pool = pool
+        self.roles: dict[str, Any] = {}
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        os.environ |= {  # before anything imports torch; Ray has set OMP_NUM_THREADS to the CPUs it reserved
+            "OMP_NUM_THREADS": str(threads or cores),
+            "OMP_WAIT_POLICY": "PASSIVE",  # idle threads sleep, so that pools on one machine do not slow each other
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if not ray.get_gpu_ids():  # a pool without a GPU computes on the CPU, also where Ray leaves the GPUs visible
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        folder, path = driver
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        sys.path += [entry for entry in path if entry not in sys.path and os.path.exists(entry)]
+
+    def __repr__(self) -> str:
+        return f"pool {self.pool}"  # in front of each line that a role prints
+
+    def place(self) -> tuple[str, str, int]:
+        """(Ray's id of the node, its host name, process id)."""
+        return ray.get_runtime_context().get_node_id(), socket.gethostname(), os.getpid()
+
+    def build(self, config: Config, classes: dict[str, str]) -> None:
+        """Make the roles in the order given; a Rollout works on the Actor's own model where both live here."""
+        for role, where in classes.items():
+            module, name = where.split(":")
+            make = getattr(importlib.import_module(module), name)
+            self.roles[role] = make(config, self.roles.get("actor")) if role == "rollout" else make(config)
+
+    def call(self, role: str, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``role.method(*args)``, or ``method(role, *args)`` for a function."""
+        if callable(method):
+            return method(self.roles[role], *args, **kwargs)
+        return getattr(self.roles[role], method)(*args, **kwargs)

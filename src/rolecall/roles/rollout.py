@@ -1,0 +1,82 @@
+"""The Rollout: an engine, and how new weights come into it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rolecall import engines, models
+from rolecall.config import Config
+from rolecall.errors import RunError, UserError
+from rolecall.roles.actor import Actor
+from rolecall.samples import Request, Sample
+from rolecall.sync.buckets import Bucket, checksum, unpack
+from rolecall.sync.shared import check_same_storage
+
+
+class Rollout:
+    """Generates with the configured engine.
+
+    Args:
+        config: the run's.
+        actor: of the same process, if any: the engine then works on its very parameters, and the Actor's updates are
+            the engine's. Without one it loads the model itself and waits for weights to be sent.
+    """
+
+    def __init__(self, config: Config, actor: Actor | None = None):
+        self.actor = actor
+        self.loaded = actor.loaded if actor else models.load(config.model, models.device())
+        self.engine: Any = engines.create(config.rollout.engine, self.loaded, config.rollout.max_sequences)
+
+    @property
+    def version(self) -> int:
+        """Of the engine's weights: 0 for those it started with."""
+        return self.engine.version
+
+    def generate(self, requests: list[Request]) -> list[Sample]:
+        """All ``n`` samples of every request, in request order, then by ``index``."""
+        return self.engine.generate(requests)
+
+    def share_weights(self, version: int | None = None) -> int:
+        """The Actor in this process has been updated: count the version up (or to ``version``) and return it.
+
+        Raises:
+            RunError: the engine does not work on the Actor's own parameters.
+        """
+        if self.actor is None:
+            raise RunError("Weight sync: this Rollout shares no process with the Actor; its weights must be sent.")
+        check_same_storage(self.actor.loaded.model, self.engine.model)
+        self.engine.version = self.version + 1 if version is None else version
+        return self.version
+
+    def load_weights(self, sent: str, *buckets: Bucket, version: int | None = None) -> int:
+        """Take the Actor's weights, all or none, and return their version: ``version``, or one more than the last.
+
+        Args:
+            sent: checksum of the weights in the Actor's process.
+            buckets: all of them.
+
+        Raises:
+            RunError: what arrived is not what was sent, or not exactly the engine's parameters (nothing is written
+                then), or what the engine holds afterwards is something else.
+            UserError: Actor and engine compute in different types.
+        """
+        weights = list(unpack(buckets))
+        if (arrived := checksum(weights)) != sent:
+            raise RunError(
+                f"Weight sync: {len(weights)} tensors arrived with checksum {arrived}, the Actor sent {sent}; "
+                f"the engine keeps version {self.version}."
+            )
+        self._check_types(weights)
+        version = self.version + 1 if version is None else version
+        if (loaded := self.engine.load_weights(weights, version)) != sent:
+            raise RunError(f"Weight sync: the engine holds weights with checksum {loaded}, the Actor sent {sent}.")
+        return version
+
+    def _check_types(self, weights: list[tuple[str, Any]]) -> None:
+        own = dict(self.loaded.model.named_parameters())
+        for name, tensor in weights:
+            if name in own and own[name].dtype != tensor.dtype:
+                raise UserError(
+                    f"The Actor computes in {tensor.dtype}, the engine in {own[name].dtype} ({name}), because one has "
+                    "a GPU and the other has none. Set --model.dtype, or give both pools gpus."
+                )
