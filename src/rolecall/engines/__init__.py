@@ -12,7 +12,10 @@ from rolecall.models import Loaded
 
 __all__ = ["Engine", "create"]
 
-ENGINES = {"native": NativeEngine, "transformers": TransformersEngine}
+ENGINES: dict[str, type[NativeEngine] | type[TransformersEngine]] = {
+    "native": NativeEngine,
+    "transformers": TransformersEngine,
+}
 
 
 def create(name: str, loaded: Loaded, max_sequences: int) -> Engine:

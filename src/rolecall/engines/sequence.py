@@ -53,7 +53,7 @@ class Endings:
         for stop in sampling.stop:
             # A token has at least one byte; the rest is room for characters that begin before the tail.
             tail = tokens[-len(stop.encode()) - 8 :]
-            if stop in self.tokenizer.decode(tail) and stop not in self.tokenizer.decode(tail[:-1]):
+            if self.tokenizer.decode(tail).count(stop) > self.tokenizer.decode(tail[:-1]).count(stop):
                 return True
         return False
 

@@ -33,7 +33,9 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> str
             )
         other, value = given.setdefault(id(parameter), (name, tensor))
         if value is not tensor and not torch.equal(value, tensor):
-            raise RunError(f"Weight sync: {other!r} and {name!r} are one parameter here, but differ; nothing was written.")
+            raise RunError(
+                f"Weight sync: {other!r} and {name!r} are one parameter here, but differ; nothing was written."
+            )
     own = dict(model.named_parameters())
     if missing := [name for name, parameter in own.items() if id(parameter) not in given]:
         raise RunError(
