@@ -172,7 +172,11 @@ def test_conversations(tiny: Loaded, tmp_path: Path) -> None:
             r"row 1 of .* has no field 'question', which data\.prompt .* It has: prompt, answer",
         ),
         ([*ROWS, {"answer": 1}], {}, r"row 3 of .* has no field 'prompt'"),
-        ([*ROWS, {"prompt": "1"}], {}, r"row 3 of .* has no field 'answer' \(data\.answer\)\. It has: prompt"),
+        (
+            [*ROWS, {"prompt": "1"}],
+            {},
+            r"row 3 of .* has no field 'answer' \(data\.answer; \"\": none is needed\)\. It has: prompt",
+        ),
         (ROWS, {"prompt": "{prompt"}, r"data\.prompt = '\{prompt' cannot be filled.*Write \{field\}"),
         (ROWS, {"prompt": "{prompt.text}"}, r"row 1 of .* has no field 'prompt\.text'"),
         (ROWS, {"prompt": "Say {prompt.text}"}, r"cannot be filled from row 1.*has no attribute 'text'"),
@@ -185,8 +189,9 @@ def test_conversations(tiny: Loaded, tmp_path: Path) -> None:
             {"max_prompt_tokens": 4},
             r"no prompt is left: 2 of 2 .*the longest has 5\).*Raise data\.max_prompt_tokens",
         ),
-        (ROWS, {"holdout": 2}, r"data\.holdout is 2, and .* has 2 usable prompts"),
-        ([ROWS[0]] * 3, {"holdout": 1}, r"every prompt of .* reads like a held-out one"),
+        (ROWS, {"holdout": 2}, r"has 2 usable ones; 2 are held out \(data\.holdout\)"),
+        (ROWS, {"holdout": 9}, r"has 2 usable ones; 2 are held out \(data\.holdout\)"),
+        ([ROWS[0]] * 3, {"holdout": 1}, r"has 3 usable ones; 1 are held out .* or read the same"),
     ],
 )
 def test_prompts_that_cannot_be_made(
@@ -235,18 +240,20 @@ def test_copies_of_a_held_out_prompt_leave_training(tiny: Loaded, tmp_path: Path
     train, heldout, report = load(tiny, path=path, holdout=1)
     assert len(heldout) == 1 and len(train) == 8
     assert heldout[0].tokens not in [prompt.tokens for prompt in train]
-    assert report == "8 prompts to train on, 1 held out; 1 left out that read like a held-out one"
+    assert report == f"8 prompts to train on, 1 held out; 1 of {path} left out, reading the same as a held-out one"
 
 
-def test_eval_path_is_read_the_same_way_and_overlap_is_said(tiny: Loaded, tmp_path: Path) -> None:
+def test_eval_path_is_read_the_same_way_and_not_trained_on(tiny: Loaded, tmp_path: Path) -> None:
     path, other = (
         jsonl(tmp_path / "a.jsonl", ROWS),
         jsonl(tmp_path / "b.jsonl", [ROWS[1], {"prompt": "5", "answer": 5}]),
     )
     train, heldout, report = load(tiny, path=path, eval_path=other, holdout=32)
-    assert [p.text for p in train] == ["12", "34"]
+    assert [p.text for p in train] == ["12"]
     assert [p.text for p in heldout] == ["34", "5"]
-    assert report == f"2 prompts to train on, 2 held out; 1 prompts of {path} are in {other} too"
+    assert report == f"1 prompts to train on, 2 held out; 1 of {path} left out, reading the same as a held-out one"
+    with pytest.raises(UserError, match=r"2 are held out \(data\.eval_path\) or read the same"):
+        load(tiny, path=path, eval_path=path)
     with pytest.raises(UserError, match=r"data\.eval_path: there is no file"):
         load(tiny, path=path, eval_path=str(tmp_path / "c.jsonl"))
 

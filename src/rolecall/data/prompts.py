@@ -24,34 +24,31 @@ Messages = list[dict[str, Any]]
 def load_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], str]:
     """The prompts to train on, the held-out ones, and a line on what was read and left out.
 
-    Held out are the rows of ``data.eval_path``, or ``data.holdout`` rows of ``data.path``; in the second case no prompt
-    that reads the same stays in training.
+    Held out are the rows of ``data.eval_path``, or ``data.holdout`` rows of ``data.path``. No prompt that reads the
+    same as a held-out one stays in training.
 
     Raises:
         UserError: a source cannot be read, a row lacks a field, the template or chat template refuses a row, or no
             prompt is left.
     """
     data = config.data
-    train, notes = _prompts(data, data.path, data.split, "data.path", tokenizer)
+    usable, notes = _prompts(data, data.path, data.split, "data.path", tokenizer)
     if data.eval_path:
         heldout, more = _prompts(data, data.eval_path, data.eval_split, "data.eval_path", tokenizer)
         notes += more
+        expected = len(usable)
     else:
-        if data.holdout >= len(train):
-            raise UserError(
-                f"data.holdout is {data.holdout}, and {data.path} has {len(train)} usable prompts: "
-                "none would be left to train on. Lower data.holdout or name held-out rows in data.eval_path."
-            )
-        heldout = random.Random(HOLDOUT_SEED).sample(train, data.holdout)
+        expected = max(len(usable) - data.holdout, 0)
+        heldout = random.Random(HOLDOUT_SEED).sample(usable, len(usable) - expected)
     seen = {tuple(prompt.tokens) for prompt in heldout}
-    both = sum(tuple(prompt.tokens) in seen for prompt in train)
-    if data.eval_path:
-        notes += [f"{both} prompts of {data.path} are in {data.eval_path} too"] if both else []
-    else:
-        train = [prompt for prompt in train if tuple(prompt.tokens) not in seen]
-        notes += [f"{both - len(heldout)} left out that read like a held-out one"] if both > len(heldout) else []
-        if not train:
-            raise UserError(f"data.path: every prompt of {data.path} reads like a held-out one.")
+    train = [prompt for prompt in usable if tuple(prompt.tokens) not in seen]
+    if not train:
+        raise UserError(
+            f"No prompt is left to train on: {data.path} has {len(usable)} usable ones; {len(heldout)} are held out "
+            f"({'data.eval_path' if data.eval_path else 'data.holdout'}) or read the same as one of those."
+        )
+    if copies := expected - len(train):
+        notes.append(f"{copies} of {data.path} left out, reading the same as a held-out one")
     return train, heldout, "; ".join([f"{len(train)} prompts to train on, {len(heldout)} held out", *notes])
 
 
@@ -86,7 +83,9 @@ def _prompts(data: Data, path: str, split: str, key: str, tokenizer: Any) -> tup
 def _messages(data: Data, row: Row, where: str) -> Messages:
     """The conversation that ``row`` becomes."""
     if data.answer and data.answer not in row:
-        raise UserError(f"{where} has no field {data.answer!r} (data.answer). It has: {', '.join(row)}.")
+        raise UserError(
+            f'{where} has no field {data.answer!r} (data.answer; "": none is needed). It has: {", ".join(row)}.'
+        )
     messages = _conversation(data.prompt, row, where)
     if data.system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": data.system}, *messages]

@@ -143,7 +143,7 @@ def load_tokenizer(config: configuration.Model) -> Any:
 def _pretrained(kind: Any, path: str) -> Any:
     """``kind.from_pretrained``: what a folder or the hub says of a model, before its weights."""
     try:
-        return kind.from_pretrained(resolve(path))
+        return kind.from_pretrained(resolve(path), trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model.path: {path!r} cannot be loaded: {_short(error)} {_choices(path)}") from error
 
