@@ -25,26 +25,9 @@ from rolecall.algorithms import (
     whiten,
 )
 from rolecall.errors import RunError, UserError
+from tensors import batches, close, t
 
 HOWS = ("token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum-norm")
-
-
-def t(*rows, dtype=torch.float64):
-    return torch.tensor(rows, dtype=dtype)
-
-
-def close(actual, expected, tolerance=1e-9):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=tolerance, atol=tolerance)
-
-
-@st.composite
-def batches(draw, columns=4):
-    """``columns`` random (B, T) float64 tensors and a mask with holes, empty rows and left padding among its rows."""
-    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    mask = torch.tensor(draw(st.lists(st.booleans(), min_size=rows * width, max_size=rows * width)))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    tensors = torch.randn(columns, rows, width, generator=generator, dtype=torch.float64)
-    return (*tensors, mask.view(rows, width))
 
 
 def grad(function, x):
@@ -372,7 +355,12 @@ def test_the_controller_is_monotone_in_the_measured_kl_and_stays_positive(one, o
 def test_the_controllers_state_is_its_fields():
     controller = AdaptiveKL(0.1, target=0.1, horizon=100)
     controller.update(0.3, 50)
-    assert dataclasses.asdict(controller) == {"beta": pytest.approx(0.11), "target": 0.1, "horizon": 100}
+    assert dataclasses.asdict(controller) == {
+        "beta": pytest.approx(0.11),
+        "target": 0.1,
+        "horizon": 100,
+        "rule": "proportional",
+    }
     again = AdaptiveKL(**dataclasses.asdict(controller))
     assert again.update(0.2, 50) == controller.update(0.2, 50) == pytest.approx(0.121)
 
@@ -407,7 +395,7 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(batch=batches(3))
 def test_gradients_of_the_policy_loss(name, batch):
     log_ratio, old, advantages, mask = batch
@@ -419,7 +407,7 @@ def test_gradients_of_the_policy_loss(name, batch):
     assert torch.autograd.gradcheck(lambda x: policy_loss(x, old, advantages, mask, **GRADIENTS[name])[0], (x,))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(batch=batches(3))
 def test_gradients_of_the_value_loss_and_the_estimators(batch):
     moved, old, returns, mask = batch

@@ -368,7 +368,7 @@ def test_9_one_advantage_a_sequence_is_never_taken_for_one_a_position():
 
 # 10: a KL estimator with the right value and the wrong gradient; a coefficient silently ignored. -------------------
 
-POLICY, REFERENCE = [0.5, 0.3, 0.2], [0.2, 0.3, 0.5]
+POLICY, REFERENCE = [0.5, 0.3, 0.2], [0.25, 0.25, 0.5]
 
 
 def expected_kl(estimator):
@@ -390,17 +390,19 @@ def exact_kl(forward=True):
 
 
 def test_10_values_against_the_exact_kl():
-    exact = 0.5 * math.log(2.5) + 0.2 * math.log(0.4)  # 0.2749
+    gaps = [math.log(2), math.log(1.2), math.log(0.4)]
+    exact = 0.5 * gaps[0] + 0.3 * gaps[1] + 0.2 * gaps[2]  # 0.2180
     assert exact_kl()[0] == pytest.approx(exact)
     assert expected_kl("k1")[0] == pytest.approx(exact)
     assert expected_kl("k3")[0] == pytest.approx(exact)
-    assert expected_kl("k2")[0] == pytest.approx((0.5 + 0.2) * math.log(2.5) ** 2 / 2)  # 0.2939, biased
+    biased = (0.5 * gaps[0] ** 2 + 0.3 * gaps[1] ** 2 + 0.2 * gaps[2] ** 2) / 2  # 0.2091
+    assert expected_kl("k2")[0] == pytest.approx(biased)
 
 
 def test_10_gradients_against_the_exact_kl():
-    """dKL/dlogit_i = p_i (log(p_i / q_i) - KL): the first is 1/2 (0.9163 - 0.2749)."""
+    """dKL/dlogit_i = p_i (log(p_i / q_i) - KL): the first is (0.6931 - 0.2180) / 2."""
     exact = exact_kl()[1]
-    assert exact[0].item() == pytest.approx(0.5 * (math.log(2.5) - 0.3 * math.log(2.5)))
+    assert exact[0].item() == pytest.approx((math.log(2) - exact_kl()[0]) / 2)
     torch.testing.assert_close(expected_kl("k2")[1], exact)
     torch.testing.assert_close(expected_kl("k1")[1], torch.zeros(3, dtype=torch.float64))
     torch.testing.assert_close(expected_kl("k3")[1], exact_kl(forward=False)[1])  # p - q, another divergence's

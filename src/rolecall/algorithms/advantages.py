@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rolecall.algorithms.masked import masked_mean, real, select
+from rolecall.algorithms.masked import flat, real, select
 from rolecall.errors import UserError, nearest
 
 SCALES = ("std", "none")
@@ -74,13 +74,12 @@ def group_advantages(
 
     * baseline "mean", scale "std": GRPO (2402.03300, section 4.1.2).
     * baseline "mean", scale "none": Dr. GRPO (2503.20783).
-    * baseline "leave-one-out", scale "none": RLOO (2402.14740, eq. 8), the mean of the *others*, so unbiased.
+    * baseline "leave-one-out", scale "none": RLOO (2402.14740), the mean of the *others*, so unbiased.
 
     The deviation is the sample's (divided by G - 1), with nothing added: a group is a sample of what the policy earns
     at this prompt, and TRL, verl and OpenRLHF take the same one (plus 1e-4 or 1e-6, which only hides flat groups).
 
-    A flat group gives exactly 0. Flat means equal to within a few roundings of the rewards' own type, because
-    0.1 + 0.2 and 0.3 are the same reward and the difference must not be divided by itself.
+    A flat group (all equal, to within a few roundings of the rewards' own type) gives exactly 0.
 
     Args:
         rewards: (N,). group_ids: (N,) integers in any order; a group's members need not be neighbours.
@@ -109,23 +108,76 @@ def group_advantages(
 
     high = torch.full_like(empty, -torch.inf).scatter_reduce(0, group[member], chosen[member], "amax")
     low = torch.full_like(empty, torch.inf).scatter_reduce(0, group[member], chosen[member], "amin")
-    flat = (high - low <= 4 * torch.finfo(kind).eps * torch.maximum(high.abs(), low.abs()))[group]
+    spread = ~flat(high, low, kind)[group]
 
     if baseline == "leave-one-out":  # r_i - mean of the others = (r_i - mean of all) G / (G - 1)
         centered = centered * (size / (size - 1).clamp(min=1))[group]
     advantages = centered / deviation if scale == "std" else centered
-    return torch.where(member & ~flat, advantages, 0.0).to(kind)
+    return torch.where(member & spread, advantages, 0.0).to(kind)
 
 
 def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Mean 0 and (sample) deviation 1 over the action tokens; exactly 0 everywhere if they are all equal.
+    """Mean 0 and (sample) deviation 1 over the action tokens; exactly 0 everywhere if they are flat.
 
     (B, T) each -> (B, T), 0 where masked. Call it on the whole step's batch: whitening micro-batches one by one
     gives the same sample another advantage for another split.
     """
     action = mask.bool()
-    chosen = select(advantages.detach(), action)
-    centered = select(chosen - masked_mean(chosen, action), action)
-    deviation = (centered.square().sum() / (action.sum() - 1).clamp(min=1)).sqrt()
-    flat = (chosen[action] == chosen[action][:1]).all()
-    return torch.where(action & ~flat, centered / deviation, 0.0)
+    chosen = select(advantages.detach(), action)[action]
+    whitened = torch.zeros(action.shape, dtype=chosen.dtype, device=chosen.device)
+    if len(chosen) and not flat(chosen.max(), chosen.min(), chosen.dtype):
+        whitened[action] = (chosen - chosen.mean()) / chosen.std()
+    return whitened
+
+
+def reinforce_plus_plus(
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    group_ids: Tensor | None = None,
+    kl: Tensor | None = None,
+    beta: float = 1.0,
+    gamma: float = 1.0,
+) -> Tensor:
+    """REINFORCE++ (2501.03262): the return from each token on, whitened over the whole batch, without a Critic.
+
+    A_t = whiten(sum over s >= t of gamma^(s - t) r_s),   r_s as ``token_rewards`` gives them
+
+    Args:
+        rewards: (B,), one a sample. mask: (B, T).
+        group_ids: (B,). Given, it is the baseline variant: the group's mean is taken off the reward first (for several
+            responses a prompt). Its paper has the KL in the loss then (k2) instead of here.
+        kl, beta: per-token KL (B, T) taken off the rewards, and its weight.
+
+    Returns:
+        (B, T), detached, 0 where masked.
+    """
+    if group_ids is not None:
+        rewards = group_advantages(rewards, group_ids, scale="none", mask=mask.bool().any(-1))
+    per_token = token_rewards(rewards, mask, kl, beta)
+    _, returns = gae(per_token, torch.zeros_like(per_token), mask, gamma=gamma, lam=1.0)
+    return whiten(returns, mask)
+
+
+def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int) -> Tensor:
+    """What DAPO adds to the reward of a long response (2503.14476, eq. 13).
+
+    0 up to ``longest - buffer`` tokens, then falling linearly to -1 at ``longest``, and -1 beyond.
+
+    Args:
+        lengths: (N,) response tokens. longest: the length limit. buffer: tokens before it where the penalty starts.
+    """
+    if not 0 < buffer <= longest:
+        raise UserError(f"buffer is {buffer}, longest {longest}: the buffer must be within the length limit.")
+    return ((longest - buffer - lengths) / buffer).clamp(-1, 0)
+
+
+def overlong_filter(mask: Tensor, truncated: Tensor) -> Tensor:
+    """The mask without the responses that the length limit cut off (DAPO, 2503.14476, section 3.4).
+
+    Their reward is noise: an answer was not wrong, it was not given. They still count in their group's mean.
+
+    Args:
+        mask: (B, T). truncated: (B,).
+    """
+    return mask.bool() & ~truncated.bool()[:, None]

@@ -9,7 +9,8 @@ from rolecall.algorithms.kl import LOG_LIMIT
 from rolecall.algorithms.masked import select
 from rolecall.errors import UserError, nearest
 
-MODES = ("truncate", "none")
+MODES = ("truncate", "mask", "none")
+LEVELS = ("token", "sequence")
 
 
 def importance_correction(
@@ -19,24 +20,44 @@ def importance_correction(
     *,
     mode: str = "truncate",
     cap: float = 2.0,
+    floor: float = 0.0,
+    level: str = "token",
 ) -> Tensor:
     """Weights that make samples of the engine count as samples of the trainer's policy.
 
-    w_t = min(pi_train(t) / pi_rollout(t), cap)    truncated importance sampling (Yao et al., 2025, "Your efficient RL
-    framework secretly brings you off-policy RL training"; Ionides, 2008)
+    r = pi_train / pi_rollout, of a token or (level "sequence") the product over a sequence's action tokens
+
+    * "truncate": w = min(r, cap), truncated importance sampling (Ionides, 2008; for RL engines Yao et al., 2025, "Your
+      efficient RL framework secretly brings you off-policy RL training").
+    * "mask": w = r if floor <= r <= cap else 0, masked importance sampling (Liu et al., 2025, "When speed kills
+      stability"; with a floor and level "token" it is IcePop's, 2510.18855): what the trainer would hardly have
+      sampled teaches nothing.
+
+    With the weights of a *proximal* policy over the behaviour policy, and the ratio of ``policy_loss`` taken to the
+    proximal policy, this is decoupled PPO (2110.00641) for stale samples.
 
     Args:
         train_logprobs: (B, T), the trainer's, of the weights that generated (the old policy, not the one in training).
         rollout_logprobs: (B, T), the engine's, of the same tokens.
         mask: (B, T).
-        mode: "truncate", or "none" for weight 1.
-        cap: the largest weight.
+        mode: "truncate", "mask", or "none" for weight 1.
+        cap, floor: the largest weight, and the smallest that "mask" keeps.
 
     Returns:
         (B, T) weights for ``policy_loss``, detached, 0 where masked.
     """
     if mode not in MODES:
         raise UserError(f"Unknown correction {mode!r}.{nearest(mode, MODES)}")
+    if level not in LEVELS:
+        raise UserError(f"Unknown level {level!r} of the correction.{nearest(level, LEVELS)}")
     gap = select(train_logprobs.detach(), mask) - select(rollout_logprobs.detach(), mask)
-    weights = torch.exp(gap.clamp(max=LOG_LIMIT)).clamp(max=cap) if mode == "truncate" else torch.ones_like(gap)
+    if level == "sequence":
+        gap = gap.sum(-1, keepdim=True).expand_as(gap)
+    ratio = gap.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
+    if mode == "truncate":
+        weights = ratio.clamp(max=cap)
+    elif mode == "mask":
+        weights = torch.where((ratio >= floor) & (ratio <= cap), ratio, 0.0)
+    else:
+        weights = torch.ones_like(ratio)
     return select(weights, mask)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rolecall.algorithms.masked import select
+from rolecall.algorithms.masked import real, select
 from rolecall.errors import RunError, UserError, nearest
 
 ESTIMATORS = ("k1", "k2", "k3")
+RULES = ("proportional", "double")
 # e^20 is 5e8: nothing that an estimate or a ratio should go beyond, and far from float32's overflow at e^88.
 LOG_LIMIT = 20.0
 
@@ -47,25 +48,65 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str = "k2", mask: T
     return torch.exp((-d).clamp(max=LOG_LIMIT)) - 1 + d
 
 
+def full_kl(logits: Tensor, ref_logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """KL(policy, Reference) a token over the whole vocabulary: exact in value and gradient, where logits are at hand.
+
+    sum over v of p_v (log p_v - log q_v),   p and q the softmax of the logits
+
+    Args:
+        logits, ref_logits: (B, T, V); -inf is an impossible token. Gradients flow to ``logits`` only.
+        mask: (B, T).
+
+    Returns:
+        (B, T), 0 where masked; inf where the policy allows what the Reference makes impossible.
+    """
+    logp = _log_softmax(logits, mask)
+    gap = logp - _log_softmax(ref_logits.detach(), mask)
+    # An impossible token adds nothing, while 0 * (-inf - -inf) would be NaN.
+    possible = logp > -torch.inf
+    return (logp.exp() * torch.where(possible, gap, 0.0)).sum(-1)
+
+
+def entropy(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """Entropy of the policy at each token, in nats: (B, T, V) logits -> (B, T), 0 where masked.
+
+    For an entropy bonus (1707.06347, eq. 9) subtract ``coefficient * aggregate(entropy(...), ...)`` from the loss.
+    """
+    logp = _log_softmax(logits, mask)
+    total = -(logp.exp() * torch.where(logp > -torch.inf, logp, 0.0)).sum(-1)
+    return total if mask is None else select(total, mask)
+
+
+def _log_softmax(logits: Tensor, mask: Tensor | None) -> Tensor:
+    logits = logits if mask is None else select(logits, mask[..., None].expand_as(logits))
+    return real(logits).log_softmax(-1)
+
+
 @dataclass
 class AdaptiveKL:
-    """beta that moves the measured KL towards a target (Ziegler et al., 1909.08593, section 2.2).
+    """beta that moves the measured KL towards a target.
 
-    error = clip(KL / target - 1, -0.2, 0.2),   beta <- beta (1 + error n / horizon)
+    * rule "proportional" (Ziegler et al., 1909.08593, section 2.2):
+      error = clip(KL / target - 1, -0.2, 0.2),   beta <- beta (1 + error n / horizon)
+    * rule "double" (PPO, 1707.06347, section 4): beta <- 2 beta if KL > 1.5 target, beta / 2 if KL < target / 1.5
 
     Args:
         beta: the present weight of the KL term; all the state there is.
         target: the KL a token to hold; None leaves beta as it is.
-        horizon: samples over which beta adapts.
+        horizon: samples over which beta adapts ("proportional").
+        rule: "proportional" or "double".
     """
 
     beta: float
     target: float | None
     horizon: float
+    rule: str = "proportional"
 
     def __post_init__(self) -> None:
         if not ((self.target is None or self.target > 0) and self.horizon > 0 and self.beta >= 0):
             raise UserError(f"{self}: target and horizon must be above 0 and beta not below.")
+        if self.rule not in RULES:
+            raise UserError(f"Unknown rule {self.rule!r} of the KL controller.{nearest(self.rule, RULES)}")
 
     def update(self, measured_kl: float, n: int) -> float:
         """The new beta after ``n`` samples with this mean KL; never lower for a higher KL.
@@ -76,6 +117,9 @@ class AdaptiveKL:
         if not math.isfinite(measured_kl):
             raise RunError(f"The KL to the Reference is {measured_kl}: the policy has diverged.")
         if self.target is None:
+            return self.beta
+        if self.rule == "double":
+            self.beta *= 2.0 if measured_kl > 1.5 * self.target else 0.5 if measured_kl < self.target / 1.5 else 1.0
             return self.beta
         error = min(max(measured_kl / self.target - 1, -0.2), 0.2)
         # More samples than the horizon count as the horizon, else beta could turn negative.

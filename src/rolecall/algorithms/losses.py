@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from rolecall.algorithms.kl import LOG_LIMIT
+from rolecall.algorithms.masked import Metrics, floats, masked_mean, select
 from rolecall.algorithms.masked import aggregate as aggregate_tokens
-from rolecall.algorithms.masked import masked_mean, select
 from rolecall.errors import UserError, nearest
 
-KINDS = ("clip",)
-LEVELS = ("token", "sequence")
-
-Metrics = dict[str, float]
+KINDS = ("clip", "cispo", "reinforce")
+LEVELS = ("token", "sequence", "sequence-token")
 
 
 def policy_loss(
@@ -24,6 +22,7 @@ def policy_loss(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    dual_clip: float | None = None,
     level: str = "token",
     kind: str = "clip",
     aggregate: str = "token-mean",
@@ -31,15 +30,25 @@ def policy_loss(
     norm: float | None = None,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """The clipped surrogate of PPO (1707.06347, eq. 7), with separate bounds (DAPO, 2503.14476, eq. 10).
+    """Minus the aggregate of w_t J_t, with rho = pi / pi_old and clip(x) = min(max(x, 1 - clip_low), 1 + clip_high).
 
-    rho_t = pi / pi_old,   loss_t = -w_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)
+    * kind "clip": J = min(rho A, clip(rho) A), PPO (1707.06347, eq. 7) with the separate bounds of DAPO (2503.14476,
+      eq. 10). With ``dual_clip`` c > 1, J = max(J, c A) where A < 0 (1912.09729): a bad token that the policy has made
+      much *more* likely no longer outweighs the batch.
+    * kind "cispo": J = stop(clip(rho)) A log pi (MiniMax-M1, 2506.13585, eq. 4 and 5): the weight is bounded, yet every
+      token keeps its gradient. The paper bounds it from above only: clip_low 1.
+    * kind "reinforce": J = A log pi (Williams, 1992). No ratio: for samples of the policy itself.
+
+    * level "token": rho_t is the token's own.
+    * level "sequence": rho_t is the geometric mean over its sequence's tokens, GSPO (2507.18071, eq. 7). Its bounds
+      are about 3e-4 and 4e-4 in the paper, and its aggregate is sequence-mean-token-mean.
+    * level "sequence-token": the same value with the gradient of the token's own log pi, GSPO-token (eq. 14), for
+      advantages that differ within a sequence.
 
     Args:
         logprobs, old_logprobs: (B, T), of the policy in training and of the one that the ratio is to.
         advantages: (B, T), or (B,) for one a sequence.
         mask: (B, T), the action tokens.
-        level: "token", or "sequence" for GSPO's ratio, the geometric mean over a sequence's tokens (2507.18071, eq. 7).
         aggregate, total, norm: see ``aggregate``. With ``total`` of the global batch, losses of micro-batches and
             ranks add up (so multiply by the world size where gradients are averaged over ranks).
         weights: (B, T) of ``importance_correction``.
@@ -54,18 +63,23 @@ def policy_loss(
     advantages = select(_per_token(advantages.detach(), mask), mask)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask, level)
     ratio = log_ratio.exp()
-    free, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    objective = torch.minimum(free, clipped)
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    if kind == "clip":
+        objective, clipped = _clipped(ratio * advantages, bounded * advantages, advantages, dual_clip)
+    elif kind == "cispo":
+        objective, clipped = bounded.detach() * advantages * select(logprobs, mask), bounded != ratio
+    else:
+        objective, clipped = advantages * select(logprobs, mask), torch.zeros_like(ratio)
     if weights is not None:
         objective = objective * select(weights.detach(), mask)
     loss = -aggregate_tokens(objective, mask, aggregate, total=total, norm=norm)
 
     with torch.no_grad():
         mean = "token-mean" if aggregate == "token-mean" else "sequence-mean-token-mean"  # fractions need no norm
-        clip_fraction = aggregate_tokens(clipped < free, mask, mean, total=total)
+        clip_fraction = aggregate_tokens(clipped, mask, mean, total=total)
         approx_kl = aggregate_tokens(ratio - 1 - log_ratio, mask, mean, total=total)
         ratio_max = select(ratio, mask).amax() if mask.numel() else ratio.sum()
-    return loss, _floats(loss=loss, clip_fraction=clip_fraction, approx_kl=approx_kl, ratio_max=ratio_max)
+    return loss, floats(loss=loss, clip_fraction=clip_fraction, approx_kl=approx_kl, ratio_max=ratio_max)
 
 
 def value_loss(
@@ -97,7 +111,7 @@ def value_loss(
         old = select(old_values.detach(), mask)
         clipped = (torch.clamp(values, old - clip, old + clip) - returns).square()
     loss = 0.5 * masked_mean(torch.maximum(error, clipped), mask, total)
-    return loss, _floats(loss=loss, clip_fraction=masked_mean(clipped > error, mask, total))
+    return loss, floats(loss=loss, clip_fraction=masked_mean(clipped > error, mask, total))
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
@@ -112,24 +126,27 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return 1 - float((returns - values).var() / returns.var())
 
 
+def _clipped(free: Tensor, bounded: Tensor, advantages: Tensor, dual_clip: float | None) -> tuple[Tensor, Tensor]:
+    """PPO's objective a token, and where it is not the free one."""
+    objective = torch.minimum(free, bounded)
+    if dual_clip is not None:
+        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+    return objective, objective != free
+
+
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
     """log(pi / pi_old) a token, (B, T); bounded, so that no finite input makes an infinite ratio (and 0 * inf)."""
     if level not in LEVELS:
         raise UserError(f"Unknown level {level!r} of the ratio.{nearest(level, LEVELS)}")
-    log_ratio = select(logprobs, mask) - select(old_logprobs.detach(), mask)
-    if level == "sequence":
+    new = select(logprobs, mask)
+    log_ratio = new - select(old_logprobs.detach(), mask)
+    if level != "token":
         mean = log_ratio.sum(-1, keepdim=True) / mask.bool().sum(-1, keepdim=True).clamp(min=1)
-        log_ratio = mean.expand_as(log_ratio)
+        # In the token form the value is the sequence's and the gradient the token's own.
+        log_ratio = mean.expand_as(new) if level == "sequence" else mean.detach() + new - new.detach()
     return log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT)
 
 
 def _per_token(x: Tensor, mask: Tensor) -> Tensor:
     """(B,) -> (B, T), by the number of dimensions: broadcasting would pair the wrong tokens where B = T."""
     return x[:, None].expand(mask.shape) if x.dim() == 1 and x.shape[0] == mask.shape[0] else x
-
-
-def _floats(**metrics: Tensor) -> Metrics:
-    """To Python in one transfer: each ``item()`` would wait for the GPU."""
-    return dict(
-        zip(metrics, torch.stack([value.detach().double() for value in metrics.values()]).tolist(), strict=True)
-    )

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from rolecall.errors import UserError, nearest
 
+Metrics = dict[str, float]
+
 AGGREGATES = ("token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum-norm")
 
 
@@ -28,6 +30,14 @@ def select(x: Tensor, mask: Tensor) -> Tensor:
     if x.shape != mask.shape:
         raise UserError(f"Shapes differ: values {tuple(x.shape)}, mask {tuple(mask.shape)}. Both must be (B, T).")
     return torch.where(mask.bool(), real(x), 0.0)
+
+
+def flat(high: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whether values between ``low`` and ``high`` differ by no more than a few roundings in ``dtype``.
+
+    0.1 + 0.2 and 0.3 are the same reward: their difference must not be divided by itself.
+    """
+    return high - low <= 4 * torch.finfo(dtype).eps * torch.maximum(high.abs(), low.abs())
 
 
 def masked_mean(x: Tensor, mask: Tensor, total: float | Tensor | None = None) -> Tensor:
@@ -73,3 +83,9 @@ def aggregate(
     else:
         sequences = select(x, mask).sum(-1) / lengths.clamp(min=1)
     return masked_mean(sequences, lengths > 0, total)
+
+
+def floats(**metrics: Tensor) -> Metrics:
+    """To Python in one transfer: each ``item()`` would wait for the GPU."""
+    values = torch.stack([value.detach().double() for value in metrics.values()]).tolist()
+    return dict(zip(metrics, values, strict=True))

@@ -1,0 +1,98 @@
+"""Losses on pairs of a chosen and a rejected response."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rolecall.algorithms.masked import Metrics, floats, masked_mean, real, select
+from rolecall.errors import UserError, nearest
+
+KINDS = ("sigmoid", "ipo")
+
+
+def reward_model_loss(
+    chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0, total: float | None = None
+) -> tuple[Tensor, Metrics]:
+    """Bradley-Terry: -log sigmoid(r_chosen - r_rejected - margin).
+
+    InstructGPT, 2203.02155, eq. 1; the margin is Llama 2's, 2307.09288, eq. 2.
+
+    Args:
+        chosen, rejected: (N,) scores of a pair's responses. margin: (N,) or one number, larger for clearer preferences.
+        total: pairs of the global batch; default: N.
+
+    Returns:
+        loss: scalar. metrics: loss, accuracy (ties count as wrong), margin (mean r_chosen - r_rejected); they add up.
+    """
+    if chosen.shape != rejected.shape:
+        raise UserError(
+            f"{tuple(chosen.shape)} chosen and {tuple(rejected.shape)} rejected scores: one of each a pair."
+        )
+    gap = real(chosen) - real(rejected)
+    everyone = torch.ones_like(gap, dtype=torch.bool)
+    loss = masked_mean(-F.logsigmoid(gap - margin), everyone, total)
+    accuracy, mean = masked_mean(gap > 0, everyone, total), masked_mean(gap, everyone, total)
+    return loss, floats(loss=loss, accuracy=accuracy, margin=mean)
+
+
+def dpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    kind: str = "sigmoid",
+    label_smoothing: float = 0.0,
+    total: float | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Direct preference optimisation: the policy's own log-ratio to the Reference is the reward.
+
+    h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected)
+
+    * kind "sigmoid": l(h) = -log sigmoid(beta h)          (DPO, 2305.18290, eq. 7)
+    * kind "ipo":     l(h) = (h - 1 / (2 beta))^2          (IPO, 2310.12036, eq. 17): bounded where DPO drifts on
+
+    loss = (1 - label_smoothing) l(h) + label_smoothing l(-h): that share of the labels is taken to be wrong
+    (conservative DPO; Mitchell, 2023).
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected: (N,) from ``sequence_logprobs``. With its means instead of sums the
+            losses are length-normalised, as IPO's authors advise for IPO.
+        total: pairs of the global batch; default: N.
+
+    Returns:
+        loss: scalar. metrics: loss, accuracy (of the implied rewards; ties count as wrong), chosen_reward and
+            rejected_reward (beta times the log-ratio), margin (their difference); they add up over micro-batches.
+    """
+    if kind not in KINDS:
+        raise UserError(f"Unknown kind {kind!r} of preference loss.{nearest(kind, KINDS)}")
+    if not 0 <= label_smoothing < 0.5:
+        raise UserError(f"label_smoothing is {label_smoothing}: from 0.5 on the labels would say nothing.")
+    if len({x.shape for x in (chosen, rejected, ref_chosen, ref_rejected)}) > 1:
+        raise UserError("chosen, rejected and their Reference log-probabilities differ in shape: one of each a pair.")
+    chosen_ratio = real(chosen) - real(ref_chosen.detach())
+    rejected_ratio = real(rejected) - real(ref_rejected.detach())
+    h = chosen_ratio - rejected_ratio
+
+    def pair_loss(h: Tensor) -> Tensor:
+        return -F.logsigmoid(beta * h) if kind == "sigmoid" else (h - 1 / (2 * beta)).square()
+
+    everyone = torch.ones_like(h, dtype=torch.bool)
+    smoothed = (1 - label_smoothing) * pair_loss(h) + label_smoothing * pair_loss(-h)
+    loss = masked_mean(smoothed, everyone, total)
+    return loss, floats(
+        loss=loss,
+        accuracy=masked_mean(h > 0, everyone, total),
+        chosen_reward=beta * masked_mean(chosen_ratio, everyone, total),
+        rejected_reward=beta * masked_mean(rejected_ratio, everyone, total),
+        margin=beta * masked_mean(h, everyone, total),
+    )
+
+
+def sequence_logprobs(logprobs: Tensor, mask: Tensor, *, length_normalized: bool = False) -> Tensor:
+    """Log-probability of each response: the sum over its action tokens, or their mean; (B, T) -> (B,)."""
+    summed = select(logprobs, mask).sum(-1)
+    return summed / mask.bool().sum(-1).clamp(min=1) if length_normalized else summed
