@@ -69,9 +69,9 @@ def test_a_package_is_judged_by_its_version(monkeypatch, version, extra, status,
 def test_the_demo_model_is_found_in_the_cache(cache):
     from rolecall.models.load import built_in_folder
 
-    assert "first run downloads" in by_name(doctor._demo())["Demo/model"].detail
+    assert "first run downloads" in by_name(list(doctor._demo()))["Demo/model"].detail
     built_in_folder(doctor.DEMO_MODEL).mkdir(parents=True)
-    check = by_name(doctor._demo())["Demo/model"]
+    check = by_name(list(doctor._demo()))["Demo/model"]
     assert check.status == "ok" and str(cache) in check.detail
 
 

@@ -20,7 +20,7 @@ from rolecall.config import Config
 from rolecall.errors import UserError
 from rolecall.telemetry import metrics as logs
 from rolecall.telemetry import trackers, versions
-from rolecall.telemetry.console import BLOCKS, Console, StageBar, sparkline
+from rolecall.telemetry.console import BLOCKS, Console, sparkline, stage_bar
 
 STEP = {
     "reward/mean": 0.5,
@@ -211,10 +211,10 @@ def test_without_a_terminal_each_step_is_one_plain_line():
         "starting [the] roles",
         "held-out accuracy 0.125",
         "step 1/4  reward 0.500  held-out 0.125  KL 0.0123  tokens/s 1,234  "
-        f"10.0 s {stages.format(50, 10, 30, 5)}  0:30 left",
+        f"10.0 s {stages.format(50, 10, 30, 5)}  0:00:30 left",
         # 10 s and 70 s make 40 s a step, two of them left.
         "step 2/4  reward 0.500  held-out 0.125 → 0.750  KL –  tokens/s 1,234  "
-        f"70.0 s {stages.format(7, 1, 4, 1)}  1:20 left",
+        f"70.0 s {stages.format(7, 1, 4, 1)}  0:01:20 left",
     ]
 
 
@@ -229,7 +229,7 @@ def test_the_live_display_fits_and_shows_the_figures(width):
     lines = output.export_text().splitlines()
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
-    for part in ("GRPO, smollm2-135m-instruct", "runs/x", "step 2 of 4", "0:20 left", "reward 0.500 ▁█"):
+    for part in ("GRPO, smollm2-135m-instruct", "runs/x", "step 2 of 4", "0:00:20 left", "reward 0.500 ▁█"):
         assert part in text
     for part in ("held-out 0.125 → 0.750", "KL 0.5000", "tokens/s 1,234", "saving [a] checkpoint"):
         assert part in text
@@ -239,7 +239,7 @@ def test_the_live_display_fits_and_shows_the_figures(width):
 
 def test_the_stage_bar_is_as_wide_as_the_step_is_long():
     output = RichConsole(width=40, record=True, file=io.StringIO())
-    output.print(StageBar(STEP))
+    output.print(stage_bar(STEP, 40))
     # 5 + 1 + 3 + 0.5 of 10 seconds are 38 of 40 columns; the rest passed between the stages.
     assert output.export_text().splitlines()[0] == "█" * 38 + "░" * 2
 

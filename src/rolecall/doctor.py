@@ -7,13 +7,14 @@ import importlib.util
 import os
 import platform
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
 from packaging.requirements import Requirement
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rolecall.telemetry.versions import installed
@@ -59,10 +60,8 @@ def main() -> int:
     checks = doctor()
     console = Console(highlight=False)
     for section, members in groupby(checks, key=lambda check: check.section):
-        table = Table(title=section, title_justify="left", title_style="bold", box=None, show_header=False)
-        table.add_column(width=8)
-        table.add_column(width=14)
-        table.add_column(overflow="fold")
+        console.print(section, style="bold")
+        table = Table.grid(Column(width=8), Column(width=14), Column(overflow="fold"), padding=(0, 1))
         for check in members:
             detail = Text(check.detail + (f": {check.fix}" if check.fix else ""))
             table.add_row(Text(check.status, COLORS[check.status]), check.name, detail)
@@ -116,60 +115,45 @@ def _machine() -> list[Check]:
     return [*_devices(), *_demo()]
 
 
-def _devices() -> list[Check]:
+def _devices() -> Iterator[Check]:
     import psutil
     import torch
 
     from rolecall.models.load import free_memory
 
-    memory = free_memory(torch.device("cpu"))
-    detail = f"{os.cpu_count()} cores, {_gib(memory)} of {_gib(psutil.virtual_memory().total)} memory free"
-    checks = [Check("Devices", "cpu", "ok", detail)]
+    memory = f"{_gib(free_memory(torch.device('cpu')))} of {_gib(psutil.virtual_memory().total)}"
+    yield Check("Devices", "cpu", "ok", f"{os.cpu_count()} cores, {memory} memory free")
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
-        checks.append(Check("Devices", f"gpu {index}", "ok", f"{name}, {_gib(free)} of {_gib(total)} free"))
-    if len(checks) == 1:
-        if shutil.which("nvidia-smi"):
-            detail = f"there is one, but torch {torch.__version__} cannot use it"
-            checks.append(Check("Devices", "gpu", "optional", detail, "install torch as https://pytorch.org says"))
-        else:
-            checks.append(Check("Devices", "gpu", "optional", "none; everything runs on the CPU"))
-    return checks
+        yield Check("Devices", f"gpu {index}", "ok", f"{name}, {_gib(free)} of {_gib(total)} free")
+    if not torch.cuda.is_available():
+        there = shutil.which("nvidia-smi") is not None
+        detail = f"there is one, but torch {torch.__version__} cannot use it" if there else "none; the CPU does it all"
+        yield Check("Devices", "gpu", "optional", detail, "install torch as https://pytorch.org says" if there else "")
 
 
-def _demo() -> list[Check]:
+def _demo() -> Iterator[Check]:
     """Model, disk and memory for the demo."""
     from rolecall.models.load import built_in_folder, device, free_memory
 
     folder = built_in_folder(DEMO_MODEL)
+    detail, fix = "not in the cache yet; the first run downloads 94 MB", ""
     if folder.is_dir():
-        model = Check("Demo", "model", "ok", f"in the cache: {folder}")
+        detail = f"in the cache: {folder}"
     elif installed("gguf") is None:
-        model = Check(
-            "Demo", "model", "missing", "not in the cache, and gguf is missing", "pip install 'rolecall[demo]'"
-        )
+        detail, fix = "not in the cache, and gguf is missing", "pip install 'rolecall[demo]'"
     elif importlib.util.find_spec("pip") is None:
-        model = Check("Demo", "model", "missing", "not in the cache, and pip is missing", "python -m ensurepip")
-    else:
-        model = Check("Demo", "model", "ok", "not in the cache yet; the first run downloads 94 MB")
+        detail, fix = "not in the cache, and pip is missing", "python -m ensurepip"
+    yield Check("Demo", "model", "missing" if fix else "ok", detail, fix)
+
     place = next(parent for parent in [folder, *folder.parents] if parent.exists())
-    return [
-        model,
-        _enough(
-            "disk",
-            shutil.disk_usage(place).free,
-            DEMO_DISK,
-            "for the cache",
-            "set ROLECALL_CACHE to a folder on another disk",
-        ),
-        _enough("memory", free_memory(device()), DEMO_MEMORY, f"on {device()}", "close other programs"),
-    ]
-
-
-def _enough(name: str, free: int, needed: int, where: str, fix: str) -> Check:
-    detail = f"{_gib(free)} free {where}, {_gib(needed)} needed"
-    return Check("Demo", name, "ok", detail) if free >= needed else Check("Demo", name, "missing", detail, fix)
+    for name, free, needed, fix in (
+        ("disk", shutil.disk_usage(place).free, DEMO_DISK, "set ROLECALL_CACHE to a folder on another disk"),
+        ("memory", free_memory(device()), DEMO_MEMORY, "close other programs, or use a larger machine"),
+    ):
+        detail = f"{_gib(free)} free, {_gib(needed)} needed"
+        yield Check("Demo", name, "ok", detail) if free >= needed else Check("Demo", name, "missing", detail, fix)
 
 
 def _gib(size: int) -> str:

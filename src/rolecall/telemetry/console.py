@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import deque
+from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console as RichConsole
-from rich.console import ConsoleOptions, Group, RenderResult
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rolecall.config import Config
@@ -42,7 +42,7 @@ class Console:
         self._metrics: dict[str, Any] = {}
         self._rewards: list[float] = []
         self._heldout: list[float] = []
-        self._recent: deque[float] = deque(maxlen=20)  # seconds a step, with evaluation and checkpoints between
+        self._recent: list[float] = []  # seconds of the last steps, with evaluation and checkpoints between
         self._finished = math.inf  # when the last step was
         live = Live(console=self._output, get_renderable=self._render, refresh_per_second=8)
         self._live = live if self._output.is_terminal else None
@@ -75,13 +75,14 @@ class Console:
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         """Show a finished step."""
-        self._step, self._metrics, self._status = step, metrics, ""
-        self._rewards.append(metrics["reward/mean"])
         now = time.monotonic()
-        self._recent.append(max(metrics["time/step"], now - self._finished))
+        self._recent = [*self._recent[-19:], max(metrics["time/step"], now - self._finished)]
         self._finished = now
+        self._rewards.append(metrics["reward/mean"])
         if metrics.get("heldout/accuracy") is not None:
             self._heldout.append(metrics["heldout/accuracy"])
+        self._status, self._metrics = "", metrics
+        self._step = step  # last: the display is drawn by another thread, and draws steps from the first one on
         if not self._live:
             self._print(self._line())
 
@@ -104,9 +105,7 @@ class Console:
     @property
     def _left(self) -> str:
         seconds = statistics.fmean(self._recent) * (self._config.run.steps - self._step)
-        hours, minutes = divmod(round(seconds) // 60, 60)
-        clock = f"{hours}:{minutes:02}:{round(seconds) % 60:02}" if hours else f"{minutes}:{round(seconds) % 60:02}"
-        return f"{clock} left"
+        return f"{timedelta(seconds=round(seconds))} left"
 
     def _figures(self) -> dict[str, str]:
         metrics = self._metrics
@@ -121,71 +120,55 @@ class Console:
     def _line(self) -> str:
         metrics = self._metrics
         figures = "  ".join(f"{name} {value}" for name, value in self._figures().items())
-        total = metrics["time/step"] or 1.0
-        stages = ", ".join(f"{stage} {metrics.get(f'time/{stage}', 0.0) / total:.0%}" for stage in STAGES)
+        stages = ", ".join(f"{stage} {metrics[f'time/{stage}'] / metrics['time/step']:.0%}" for stage in STAGES)
         step = f"step {self._step}/{self._config.run.steps}"
         return f"{step}  {figures}  {_seconds(metrics['time/step'])} ({stages})  {self._left}"
 
     def _render(self) -> Group:
         config = self._config
-        title = Table.grid(expand=True)
-        title.add_column(ratio=1, no_wrap=True)
-        title.add_column(justify="right", style="dim", overflow="ellipsis", no_wrap=True)
+        title = Table.grid(
+            Column(ratio=1, no_wrap=True), Column(justify="right", style="dim", no_wrap=True), expand=True
+        )
         what = Text.assemble(("Rolecall", "bold"), f"  {config.algorithm.name.upper()}, {Path(config.model.path).name}")
         title.add_row(what, Text(config.run.dir))
         parts: list[Any] = ["", title, ""]
         if self._step:
-            parts += [self._progress(), "", self._figures_row(), "", StageBar(self._metrics), ""]
+            parts += [self._progress(), "", self._figures_row(), "", stage_bar(self._metrics, self._output.width), ""]
         if self._status:
             parts += [Spinner("line", Text(self._status, style="dim"), style="dim"), ""]
         return Group(*parts)
 
     def _progress(self) -> Table:
-        row = Table.grid(expand=True, padding=(0, 2, 0, 0))
-        row.add_column(no_wrap=True)
-        row.add_column(ratio=1)
-        row.add_column(style="dim", no_wrap=True)
-        row.add_column(justify="right", no_wrap=True)
+        row = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), expand=True, padding=(0, 2, 0, 0))
         total = self._config.run.steps
         bar = ProgressBar(total, self._step, complete_style=STAGE_COLORS["generate"], finished_style="green")
         row.add_row(f"step {self._step} of {total}", bar, f"{_seconds(self._metrics['time/step'])} a step", self._left)
         return row
 
     def _figures_row(self) -> Table:
-        table = Table.grid(expand=True)
         figures = self._figures()
         figures["reward"] += " " + sparkline(self._rewards, 16)
-        for _ in figures:
-            table.add_column(no_wrap=True)
+        table = Table.grid(*(Column(no_wrap=True) for _ in figures), expand=True)
         table.add_row(*(Text.assemble((f"{name} ", "dim"), value) for name, value in figures.items()))
         return table
 
 
-class StageBar:
+def stage_bar(metrics: dict[str, Any], width: int) -> Group:
     """One bar that shows where a step's time went, in the colours of the six stages, with a legend."""
-
-    def __init__(self, metrics: dict[str, Any]):
-        self._total = metrics["time/step"]
-        self._seconds = {stage: metrics.get(f"time/{stage}", 0.0) for stage in STAGES}
-
-    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
-        scale = 1 / max(self._total, sum(self._seconds.values()), 1e-9)
-        bar, drawn = Text(), 0
-        for color, end in zip(STAGE_COLORS.values(), accumulate(self._seconds.values()), strict=True):
-            edge = round(end * scale * options.max_width)
-            bar.append("█" * (edge - drawn), color)
-            drawn = edge
-        bar.append("░" * (options.max_width - drawn), "dim")  # the time between the stages
-        yield bar
-        legend = Table.grid(padding=(0, 3, 0, 0))
-        entries = [
-            Text.assemble(("■ ", color), f"{stage} ", (f"{self._seconds[stage] * scale:.0%}", "bold"))
-            for stage, color in STAGE_COLORS.items()
-        ]
-        columns = 6 if options.max_width >= 100 else 3
-        for row in range(0, len(entries), columns):
-            legend.add_row(*entries[row : row + columns])
-        yield legend
+    seconds = [metrics[f"time/{stage}"] for stage in STAGES]
+    scale = 1 / max(metrics["time/step"], sum(seconds), 1e-9)
+    bar = Text()
+    for color, end in zip(STAGE_COLORS.values(), accumulate(seconds), strict=True):
+        bar.append("█" * (round(end * scale * width) - len(bar)), color)
+    bar.append("░" * (width - len(bar)), "dim")  # the time between the stages
+    legend = Table.grid(padding=(0, 3, 0, 0))
+    entries = [
+        Text.assemble(("■ ", color), f"{stage} ", (f"{spent * scale:.0%}", "bold"))
+        for (stage, color), spent in zip(STAGE_COLORS.items(), seconds, strict=True)
+    ]
+    for row in [entries] if width >= 100 else [entries[:3], entries[3:]]:
+        legend.add_row(*row)
+    return Group(bar, legend)
 
 
 def sparkline(values: list[float], width: int) -> str:
@@ -205,11 +188,10 @@ def _seconds(value: float) -> str:
 
 
 def _answers(answers: list[tuple[dict[str, Any], dict[str, Any]]]) -> Table:
-    table = Table(title="The same held-out prompts before and after", title_justify="left", box=None, expand=True)
-    table.title_style = "bold"
-    table.add_column("Prompt", ratio=4, overflow="ellipsis", no_wrap=True)
+    table = Table(title="The same held-out prompts before and after", title_style="bold", box=None, expand=True)
+    table.add_column("Prompt", ratio=4, no_wrap=True)
     for when in ("Before", "After"):
-        table.add_column(when, ratio=3, overflow="ellipsis", no_wrap=True)
+        table.add_column(when, ratio=3, no_wrap=True)
         table.add_column("Reward", justify="right")
     for before, after in answers:
         better = "green" if after["reward"] > before["reward"] else "red" if after["reward"] < before["reward"] else ""

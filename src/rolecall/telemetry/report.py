@@ -6,6 +6,7 @@ import io
 import json
 import statistics
 import tomllib
+from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -83,32 +84,21 @@ def write(run_dir: str | Path) -> Path:
 
 def _headline(steps: list[dict[str, Any]], heldout: dict[int, float], config: Path) -> list[tuple[str, str, str]]:
     """(label, figure, remark) of each headline figure that is known."""
-    figures = []
     accuracy = list(heldout.values())
-    if accuracy:
-        before = f"{accuracy[0]:.3f} at the start" if len(accuracy) > 1 else "at the start"
-        figures.append(("Held-out accuracy", f"{accuracy[-1]:.3f}", before))
-    rewards = _series(steps, "reward/mean")[1]
-    if rewards:
-        figures.append(("Reward", f"{rewards[-1]:.3f}", f"{rewards[0]:.3f} at the start"))
-    total = tomllib.loads(config.read_text())["run"]["steps"] if config.exists() else None
-    figures.append(("Steps", str(steps[-1]["step"] if steps else 0), f"of {total}" if total else ""))
-    seconds = _series(steps, "time/step")[1]
-    if seconds:
-        figures.append(("Time", _duration(sum(seconds)), f"{statistics.median(seconds):.1f} s a step"))
-    speeds = _series(steps, "tokens_per_second")[1]
-    if speeds:
-        figures.append(("Tokens/s", f"{statistics.median(speeds):,.0f}", "generated"))
-    memory = _series(steps, "memory/peak_gb")[1]
-    if memory:
-        figures.append(("Peak memory", f"{max(memory):.1f} GB", ""))
-    return figures
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+    known = {
+        name: _series(steps, name)[1] for name in ("reward/mean", "time/step", "tokens_per_second", "memory/peak_gb")
+    }
+    rewards, seconds, speeds, memory = known.values()
+    total = f"of {tomllib.loads(config.read_text())['run']['steps']}" if config.exists() else ""
+    figures: list[Any] = [
+        accuracy and ("Held-out accuracy", f"{accuracy[-1]:.3f}", f"{accuracy[0]:.3f} at the start"),
+        rewards and ("Reward", f"{rewards[-1]:.3f}", f"{rewards[0]:.3f} at the start"),
+        ("Steps", str(steps[-1]["step"] if steps else 0), total),
+        seconds and ("Time", str(timedelta(seconds=round(sum(seconds)))), f"{statistics.median(seconds):.1f} s a step"),
+        speeds and ("Tokens/s", f"{statistics.median(speeds):,.0f}", "generated"),
+        memory and ("Peak memory", f"{max(memory):.1f} GB", ""),
+    ]
+    return [figure for figure in figures if figure]
 
 
 def _series(steps: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
