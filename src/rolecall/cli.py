@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from rolecall.errors import RunError, UserError
 
@@ -109,7 +110,7 @@ def main() -> None:
 
 
 def _complain(message: str) -> None:
-    Console(stderr=True).print(f"[bold red]rolecall:[/bold red] {message}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(f"[bold red]rolecall:[/bold red] {escape(message)}", highlight=False, soft_wrap=True)
 
 
 def _unused(folder: Path) -> Path:

@@ -18,7 +18,7 @@ from rolecall.loop import evaluation, sync
 from rolecall.loop.stages import Context, synchronise
 from rolecall.samples import Prompt, Sample
 from rolecall.telemetry import metrics as telemetry
-from rolecall.telemetry import report, versions
+from rolecall.telemetry import report, trackers, versions
 from rolecall.telemetry.console import Console
 from rolecall.training import checkpoint
 
@@ -113,6 +113,7 @@ def train(config: Config, *, resume: bool = False) -> Run:
     run_dir = Path(config.run.dir or "runs/run")
     start = _where_to_start(run_dir, resume)
     config.check_trainable()
+    trackers.check_installed(config.run.trackers)
     load_function(config.reward.function, "reward.function")  # a mistake in it shows now, not when its process starts
     with Console(config) as console:
         console.status("reading the data")
