@@ -8,20 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from rolecall.errors import RunError, UserError
 
 
 @dataclass
 class Process:
-    """A pool's process. ``node`` and ``pid`` say where it runs, once it does."""
+    """A pool's process. Where it runs (``node``, ``pid``) and Ray's ids are known once it does."""
 
     pool: str
     roles: list[str]
     worker: Any  # the Ray actor handle of a Worker
     node: str = "a node that has not answered yet"
     node_id: str = ""
+    actor_id: str = ""
     pid: int = 0
 
     def __str__(self) -> str:
@@ -29,10 +30,17 @@ class Process:
 
 
 class Future:
-    """A call under way. ``timeout`` seconds count from its start; ``advice`` is what to do when they are over."""
+    """A call under way.
 
-    def __init__(self, ref: Any, what: str, process: Process, timeout: float, advice: str):
+    Args:
+        timeout: seconds, counted from the call's start.
+        advice: what to do when they are over.
+        sources: processes whose values the call waits for.
+    """
+
+    def __init__(self, ref: Any, what: str, process: Process, timeout: float, advice: str, sources: list[Process]):
         self.ref, self.what, self.process, self.timeout, self.advice = ref, what, process, timeout, advice
+        self.sources = sources
         self._deadline = time.monotonic() + timeout
 
     def result(self) -> Any:
@@ -54,12 +62,19 @@ class Future:
         except RayTaskError as error:
             if isinstance(error.cause, (UserError, RunError)):
                 raise error.cause from None
+            if isinstance(error.cause, RayActorError):  # of a source
+                raise self._died(error.cause) from None
             raise RunError(f"{self.what} failed in {self.process}:\n{error}") from None
         except RayError as error:
-            raise RunError(
-                f"The process of {self.process} died during {self.what}. Go on from the last checkpoint with "
-                f"--resume. Ray says: {error}"
-            ) from None
+            raise self._died(error) from None
+
+    def _died(self, error: RayError) -> RunError:
+        dead = getattr(error, "actor_id", None)
+        process = next((source for source in self.sources if source.actor_id == dead), self.process)
+        return RunError(
+            f"The process of {process} died during {self.what}. Go on from the last checkpoint with --resume. "
+            f"Ray says: {error}"
+        )
 
 
 @dataclass(frozen=True)
@@ -77,10 +92,11 @@ class Handle:
         A function in the place of a method's name is run in the role's process with the role as its first argument.
         A Future among the arguments is handed on as the value it stands for, from process to process.
         """
+        sources = [arg.process for arg in args if isinstance(arg, Future)]
         args = tuple(arg.ref if isinstance(arg, Future) else arg for arg in args)
         name = method if isinstance(method, str) else method.__name__
         ref = self.process.worker.call.remote(self.role, method, *args, **kwargs)
-        return Future(ref, f"{self.role}.{name}", self.process, self.timeout, self.advice)
+        return Future(ref, f"{self.role}.{name}", self.process, self.timeout, self.advice, sources)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):

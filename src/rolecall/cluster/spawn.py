@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,9 +67,12 @@ def _connected(address: str) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the worker hides the GPUs itself
+    host, _, port = address.rpartition(":")
     try:
+        if port.isdigit():  # a wrong address fails here at once; Ray would try it for minutes
+            socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=10).close()
         ray.init(address or "local", include_dashboard=None if address else False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"cluster.address: cannot work with Ray at {address or 'this machine'!r}: {error}\nStart one there with "
             "`ray start --head`, or leave cluster.address empty for a local one."
@@ -131,13 +135,13 @@ def _build(config: Config, processes: list[Process]) -> Roles:
     """Build the roles of all pools side by side."""
     timeout, advice = config.cluster.timeout, "Look at that node, or raise --cluster.timeout."
     for process in processes:
-        place = Future(process.worker.place.remote(), "its start", process, timeout, advice)
-        process.node_id, host, process.pid = place.result()
+        place = Future(process.worker.place.remote(), "its start", process, timeout, advice, [])
+        process.node_id, process.actor_id, host, process.pid = place.result()
         process.node = f"node {host} ({process.node_id[:8]})"
     building = []
     for process in processes:
         ref = process.worker.build.remote(config, {role: CLASSES[role] for role in process.roles})
-        building.append(Future(ref, f"building {', '.join(process.roles)}", process, timeout, advice))
+        building.append(Future(ref, f"building {', '.join(process.roles)}", process, timeout, advice, []))
     handles: dict[str, Handle] = {}
     for process, built in zip(processes, building, strict=True):
         built.result()

@@ -64,7 +64,8 @@ def plan(weights: Weights, limit: int = BUCKET_BYTES) -> list[tuple[Entry, ...]]
 
 def pack(weights: dict[str, Tensor], entries: tuple[Entry, ...]) -> Bucket:
     """Copy the tensors that ``entries`` name from any device into one array in host memory."""
-    data = np.zeros(entries[-1].offset + entries[-1].nbytes, dtype=np.uint8)
+    end = entries[-1].offset + entries[-1].nbytes
+    data = np.zeros(max(end, 1), dtype=np.uint8)  # torch gives an array of nothing a stride that it cannot view
     bucket = Bucket(entries, data)
     for name, place in bucket.tensors():
         place.copy_(weights[name].detach())

@@ -1,0 +1,271 @@
+"""Stage 6: what travels, what is refused, and that the engine then generates what the Actor's weights say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolecall import models, sync
+from rolecall.cluster import spawn
+from rolecall.config import Config
+from rolecall.errors import RunError, UserError
+from rolecall.roles.actor import Actor
+from rolecall.roles.rollout import Rollout
+from rolecall.samples import Request, Sampling
+from rolecall.sync import checksum, host
+from rolecall.sync.buckets import ALIGNMENT, pack, plan, unpack
+
+PROMPT = [2, 3, 7, 11, 4]
+GREEDY = Request(0, "p", PROMPT, 1, 0, Sampling(max_tokens=8, temperature=0.0))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.float64)
+
+
+@st.composite
+def weights(draw) -> dict[str, torch.Tensor]:
+    """A few named tensors of any shape (scalars and empty ones too) and type."""
+    shapes = st.lists(st.integers(0, 40), max_size=3)
+    kinds = draw(st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=8))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    return {
+        f"layer.{i}": (torch.randn(shape, generator=generator) * 50).to(dtype) for i, (shape, dtype) in enumerate(kinds)
+    }
+
+
+@given(weights(), st.integers(1, 20_000))
+def test_buckets_carry_every_tensor_exactly(tensors, limit):
+    buckets = [pack(tensors, entries) for entries in plan(tensors.items(), limit)]
+    arrived = list(unpack(buckets))
+    assert [name for name, _ in arrived] == list(tensors)
+    for name, tensor in arrived:
+        assert (tensor.dtype, tensor.shape) == (tensors[name].dtype, tensors[name].shape)
+        assert torch.equal(tensor, tensors[name])
+    assert checksum(arrived) == checksum(tensors.items()) == checksum(reversed(list(tensors.items())))
+    for bucket in buckets:
+        assert len(bucket.data) <= limit or len(bucket.entries) == 1
+        assert all(entry.offset % ALIGNMENT == 0 for entry in bucket.entries)
+
+
+def test_a_plan_worked_out_by_hand():
+    tensors = {"a": torch.zeros(3), "b": torch.zeros(100), "c": torch.zeros(64), "d": torch.zeros(1)}
+    places = [[(entry.name, entry.offset, entry.nbytes) for entry in bucket] for bucket in plan(tensors.items(), 700)]
+    assert places == [[("a", 0, 12), ("b", 256, 400)], [("c", 0, 256), ("d", 256, 4)]]
+    assert len(plan(tensors.items(), 655)) == 3  # a and b would need 656
+
+
+@given(st.integers(0, 30_000), st.integers(0, 30_000), st.integers(0, 31))
+def test_any_flipped_bit_and_any_swap_changes_the_checksum(here, there, bit):
+    tensor = torch.arange(30_001, dtype=torch.int32)
+    flipped, swapped = tensor.clone(), tensor.clone()
+    flipped[here] ^= torch.tensor(1, dtype=torch.int32) << bit
+    swapped[[here, there]] = tensor[[there, here]]
+    assert checksum([("w", flipped)]) != checksum([("w", tensor)])
+    assert (checksum([("w", swapped)]) == checksum([("w", tensor)])) == (here == there)
+
+
+def test_the_checksum_covers_names_shapes_and_types():
+    zeros = torch.zeros(4, 6)
+    sums = [
+        [("a", zeros)],
+        [("b", zeros)],
+        [("a", zeros.view(6, 4))],
+        [("a", zeros.int())],
+        [("a", zeros), ("a", zeros)],
+    ]
+    assert len({checksum(tensors) for tensors in sums}) == len(sums)
+    assert checksum([("a", torch.ones(8, 8)[:, ::2])]) == checksum([("a", torch.ones(8, 4))])  # strides do not count
+    odd = torch.arange(100, dtype=torch.uint8)
+    assert checksum([("a", odd[3:])]) == checksum([("a", odd[3:].clone())])  # nor where in memory it lies
+
+
+def test_tied_weights_travel_once(tiny_path):
+    model = models.load(config(tiny_path).model, "cpu").model
+    model.lm_head.weight = model.model.embed_tokens.weight
+    names = [entry.name for bucket in plan(model.named_parameters()) for entry in bucket]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_checksum_is_the_same_on_a_gpu():
+    tensors = [(str(dtype), (torch.randn(3001, 7) * 50).to(dtype)) for dtype in DTYPES]
+    assert checksum((name, tensor.cuda()) for name, tensor in tensors) == checksum(tensors)
+
+
+def config(tiny_path: Path, dtype: str = "float32", **cluster) -> Config:
+    return Config(model={"path": str(tiny_path), "dtype": dtype}, cluster={"timeout": 120.0} | cluster)
+
+
+def shift(actor: Actor, seed: int) -> None:
+    """Other weights, as an update would leave them: in place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in actor.loaded.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * 0.3)
+
+
+def greedy(actor: Actor) -> list[int]:
+    """Eight tokens by plain forward passes of the Actor's model, without an engine."""
+    tokens = list(PROMPT)
+    with torch.no_grad():
+        for _ in range(8):
+            tokens.append(int(actor.loaded.model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            if tokens[-1] == 1:
+                break
+    return tokens[len(PROMPT) :]
+
+
+def versions(rollout) -> list[tuple[int, int, int]]:
+    return rollout.generate([GREEDY])[0].versions
+
+
+# In one process
+
+
+def test_shared_weights_are_the_actors_own(tiny_path):
+    actor = Actor(config(tiny_path))
+    rollout = Rollout(config(tiny_path), actor)
+    before = rollout.generate([GREEDY])[0].response
+    assert before == greedy(actor)
+    shift(actor, seed=1)
+    assert rollout.share_weights() == 1
+    after = rollout.generate([GREEDY])[0]
+    assert after.response == greedy(actor) != before
+    assert after.versions == [(0, len(after.response), 1)]
+    assert rollout.share_weights(7) == rollout.version == 7
+
+
+def test_weights_that_are_shared_no_longer_are_noticed(tiny_path):
+    actor = Actor(config(tiny_path))
+    rollout = Rollout(config(tiny_path), actor)
+    model = actor.loaded.model
+    actor.loaded = replace(actor.loaded, model=models.load(config(tiny_path).model, "cpu").model)
+    with pytest.raises(RunError, match="no longer works on the Actor's own parameter"):
+        rollout.share_weights()
+    actor.loaded = replace(actor.loaded, model=model)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    assert rollout.share_weights() == 1  # one model, whatever its parameters are
+    with pytest.raises(RunError, match="must be sent"):
+        Rollout(config(tiny_path)).share_weights()
+
+
+@pytest.fixture
+def apart(tiny_path) -> tuple[Actor, Rollout]:
+    """Actor and Rollout with weights of their own; the Actor's have moved on."""
+    actor, rollout = Actor(config(tiny_path)), Rollout(config(tiny_path))
+    shift(actor, seed=2)
+    return actor, rollout
+
+
+def exported(actor: Actor, limit: int = 20_000) -> tuple[str, list]:
+    sent, buckets = host.describe(actor, limit)
+    assert len(buckets) > 2
+    return sent, [host.export(actor, entries) for entries in buckets]
+
+
+def test_sent_weights_are_in_place_bit_for_bit(apart):
+    actor, rollout = apart
+    sent, buckets = exported(actor)
+    assert checksum(rollout.loaded.model.named_parameters()) != sent
+    assert rollout.load_weights(sent, *buckets) == 1
+    assert checksum(rollout.loaded.model.named_parameters()) == sent
+    assert rollout.generate([GREEDY])[0].response == greedy(actor)
+    assert rollout.load_weights(sent, *buckets, version=9) == rollout.version == 9
+
+
+@pytest.mark.parametrize("fault", ["one flipped bit", "a bucket lost", "a bucket twice", "another Actor's bucket"])
+def test_what_is_not_what_was_sent_is_refused_and_the_old_weights_stay(apart, fault):
+    actor, rollout = apart
+    old = checksum(rollout.loaded.model.named_parameters())
+    sent, buckets = exported(actor)
+    if fault == "one flipped bit":
+        buckets[1].data[buckets[1].entries[0].offset + 5] ^= 1
+    elif fault == "a bucket lost":
+        del buckets[1]
+    elif fault == "a bucket twice":
+        buckets[1] = buckets[0]
+    else:
+        shift(actor, seed=3)
+        buckets[1] = exported(actor)[1][1]
+    with pytest.raises(RunError, match=f"the Actor sent {sent}; the engine keeps version 0"):
+        rollout.load_weights(sent, *buckets)
+    assert checksum(rollout.loaded.model.named_parameters()) == old
+    assert rollout.version == 0
+
+
+def test_weights_of_another_model_are_refused_by_name(apart):
+    actor, rollout = apart
+    old = checksum(rollout.loaded.model.named_parameters())
+    model = actor.loaded.model
+    model.extra = model.model.norm.weight
+    del model.model.norm
+    with pytest.raises(RunError, match=r"no parameter 'extra'"):
+        rollout.load_weights(*_flat(exported(actor)))
+    del model.extra
+    with pytest.raises(RunError, match=r"model\.norm\.weight"):
+        rollout.load_weights(*_flat(exported(actor)))
+    assert checksum(rollout.loaded.model.named_parameters()) == old
+
+
+def test_two_types_are_refused_with_the_way_out(tiny_path):
+    actor, rollout = Actor(config(tiny_path, "bfloat16")), Rollout(config(tiny_path))
+    with pytest.raises(UserError, match=r"torch\.bfloat16, the engine in torch\.float32 .*--model\.dtype"):
+        rollout.load_weights(*_flat(exported(actor)))
+
+
+def _flat(parts: tuple[str, list]) -> list:
+    return [parts[0], *parts[1]]
+
+
+# Through Ray
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    ray.init("local", include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def through_sync(tiny_path: Path, **cluster) -> None:
+    with spawn(config(tiny_path, **cluster)) as roles:
+        first = roles.rollout.generate([GREEDY])[0]
+        assert first.response == roles.actor.start(greedy).result()
+        for step in (1, 2):
+            roles.actor.start(shift, step).result()
+            moved = sync.sync(roles)
+            after = roles.rollout.generate([GREEDY])[0]
+            assert after.response == roles.actor.start(greedy).result()
+            assert after.versions == [(0, len(after.response), step)]
+            yield moved, first.response, after.response
+        assert sync.sync(roles, version=10)["sync/version"] == 10
+
+
+def test_sync_between_two_processes_changes_what_is_generated(tiny_path, tiny, local_ray):
+    pools = {"train": {"roles": ["actor"]}, "roll": {"roles": ["rollout"]}, "score": {"roles": ["reward"]}}
+    responses = []
+    for moved, first, after in through_sync(tiny_path, pools=pools):
+        assert moved["sync/bytes"] == sum(p.nbytes for p in tiny.model.parameters())
+        responses += [first, after]
+    assert len({tuple(response) for response in responses}) == 3
+
+
+def test_sync_in_one_process_moves_nothing(tiny_path, local_ray):
+    assert [moved["sync/bytes"] for moved, _, _ in through_sync(tiny_path)] == [0, 0]
+
+
+def test_a_failed_sync_names_itself(tiny_path, local_ray):
+    pools = {"train": {"roles": ["actor"]}, "roll": {"roles": ["rollout"]}, "score": {"roles": ["reward"]}}
+    with spawn(config(tiny_path, pools=pools)) as roles:
+        roles.actor.start(poison).result()
+        with pytest.raises(RunError, match=r"no parameter 'extra'"):
+            sync.sync(roles)
+
+
+def poison(actor: Actor) -> None:
+    actor.loaded.model.extra = torch.nn.Parameter(torch.zeros(2))
