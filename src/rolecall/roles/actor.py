@@ -52,9 +52,12 @@ class Actor:
         beta = self.config.kl_beta if kl_beta is None else kl_beta
         if self.config.algorithm.kl_in == "reward":
             beta = 0.0
-        if self.config.actor.epochs * self.config.actor.minibatches > 1:
-            self._fill_old_logprobs(samples)
         keep = partial(_moves_policy, beta=beta)
+        several_steps = self.config.actor.epochs * self.config.actor.minibatches > 1
+        if several_steps or any(sample.old_logprobs for sample in samples):
+            missing = [sample for sample in samples if keep(sample) and not sample.old_logprobs]
+            for sample, logprobs in zip(missing, self.logprobs(missing), strict=True):
+                sample.old_logprobs = logprobs
         steps = self._trained.update(samples, keep, partial(self._loss, beta=beta))
         metrics: dict[str, float] = {"policy/skipped_samples": sum(not keep(sample) for sample in samples)}
         if steps:
@@ -102,11 +105,6 @@ class Actor:
             drift = kl(logprobs, micro.field("ref_logprobs"), estimator=algorithm.kl_estimator, mask=mask)
             loss = loss + beta * aggregate(drift, mask, algorithm.aggregate, total=total, norm=norm)
         return loss, measured
-
-    def _fill_old_logprobs(self, samples: list[Sample]) -> None:
-        missing = [sample for sample in samples if not sample.old_logprobs]
-        for sample, logprobs in zip(missing, self.logprobs(missing), strict=True):
-            sample.old_logprobs = logprobs
 
     def save(self, folder: str | Path) -> None:
         """Write all state into ``folder``; ``load`` continues from it exactly."""
