@@ -1,0 +1,50 @@
+"""Benchmarks, each beside what it is compared to: ``rolecall bench NAME``."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rolecall.errors import UserError, nearest
+from rolecall.telemetry.versions import collect
+
+NAMES = ("demo", "learning", "rollout")
+
+
+def run(name: str, out: Path) -> dict[str, Any]:
+    """Run one benchmark and write its table and figures under ``out``.
+
+    Raises:
+        UserError: no benchmark of that name.
+    """
+    if name not in NAMES:
+        raise UserError(f"There is no benchmark {name!r}.{nearest(name, NAMES)}")
+    if name == "rollout":
+        from rolecall.bench import rollout
+
+        return rollout.run("smollm2-135m-instruct", out)
+    from rolecall.bench import learning
+
+    recipes = ["grpo-arithmetic"] if name == "demo" else ["grpo-tiny", "ppo-tiny", "ppo-arithmetic"]
+    return learning.run(name, recipes, out)
+
+
+def write(name: str, result: dict[str, Any], table: str, out: Path, command: str | None = None) -> None:
+    """Write ``out/results/NAME.json`` (the figures and where they come from) and ``out/NAME.md`` (the table).
+
+    Args:
+        table: Markdown.
+        command: what was run, if not ``rolecall bench NAME``.
+    """
+    origin: dict[str, Any] = {
+        "machine": collect(),
+        "command": command or f"rolecall bench {name}",
+        "date": date.today().isoformat(),
+    }
+    (out / "results").mkdir(parents=True, exist_ok=True)
+    (out / "results" / f"{name}.json").write_text(json.dumps({**result, **origin}, indent=2) + "\n")
+    lines = [f"# {name}", "", table, "", f"`{origin['command']}`, {origin['date']}", ""]
+    lines += ["| where | |", "|---|---|", *(f"| {key} | {value} |" for key, value in origin["machine"].items())]
+    (out / f"{name}.md").write_text("\n".join(lines) + "\n")
