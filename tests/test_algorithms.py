@@ -295,6 +295,18 @@ def test_a_packed_row_is_its_samples_padded(batch):
     close(value_loss(*packed)[0], value_loss(logprobs, old, returns, mask)[0].item())
 
 
+def test_gradients_flow_to_the_model_in_training_only():
+    """Not to the old policy, the targets or the weights, even where they come with a graph."""
+    mask = t([1, 1, 0])
+    model, *others = (t([-1 - i, -2, -3]).requires_grad_() for i in range(4))
+    policy_loss(model, others[0], others[1], mask, weights=others[2])[0].backward()
+    value_loss(model, others[0], others[1], mask)[0].backward()
+    assert model.grad[0, :2].all()
+    assert [other.grad for other in others] == [None] * 3
+    assert not gae(others[0], others[1], mask)[1].requires_grad
+    assert not group_advantages(others[0][0], torch.tensor([1, 1, 1])).requires_grad
+
+
 # Value loss ---------------------------------------------------------------------------------------------------------
 
 

@@ -223,6 +223,12 @@ def test_reinforce_plus_plus_baseline_takes_the_groups_mean_off_first():
     close(advantages[:, 0], v(-1, 1, 0, 0) / (2 / 3) ** 0.5)
 
 
+def test_an_empty_response_takes_no_part_in_the_baseline():
+    """Rewards 0 and 2 in a group whose third response, reward 100, has no action token."""
+    advantages = reinforce_plus_plus(v(0, 2, 100), t([1], [1], [0]), group_ids=torch.tensor([4, 4, 4]))
+    close(advantages[:, 0], v(-1, 1, 0) / 2**0.5)
+
+
 def test_reinforce_plus_plus_without_kl_whitens_the_reward():
     mask = t([1, 1, 0], [1, 1, 0])
     close(reinforce_plus_plus(v(1, 3), mask), whiten(t([1, 1, 0], [3, 3, 0]), mask))
