@@ -137,7 +137,10 @@ class Trained:
         torch.save(state, folder / "state.pt")
 
     def load(self, folder: str | Path) -> None:
-        """Continue exactly where ``save`` was called. Weights change in place: an engine that shares them follows."""
+        """Continue exactly where ``save`` was called. Weights change in place: an engine that shares them follows.
+
+        (On a GPU later steps are bit for bit the same only under ``torch.use_deterministic_algorithms``.)
+        """
         folder = Path(folder)
         safetensors.torch.load_model(self.module, folder / "weights.safetensors", device=str(self.device))
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
