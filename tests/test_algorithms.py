@@ -303,6 +303,7 @@ def test_gradients_flow_to_the_model_in_training_only():
     value_loss(model, others[0], others[1], mask)[0].backward()
     assert model.grad[0, :2].all()
     assert [other.grad for other in others] == [None] * 3
+    assert not importance_correction(model, others[0], mask).requires_grad
     assert not gae(others[0], others[1], mask)[1].requires_grad
     assert not group_advantages(others[0][0], torch.tensor([1, 1, 1])).requires_grad
 

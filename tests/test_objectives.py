@@ -224,9 +224,10 @@ def test_reinforce_plus_plus_baseline_takes_the_groups_mean_off_first():
 
 
 def test_an_empty_response_takes_no_part_in_the_baseline():
-    """Rewards 0 and 2 in a group whose third response, reward 100, has no action token."""
-    advantages = reinforce_plus_plus(v(0, 2, 100), t([1], [1], [0]), group_ids=torch.tensor([4, 4, 4]))
-    close(advantages[:, 0], v(-1, 1, 0) / 2**0.5)
+    """Groups (0, 2) and (5, 5) again, with a response of reward 100 and no action token in the first."""
+    mask, ids = t([1], [1], [0], [1], [1]), torch.tensor([4, 4, 4, 9, 9])
+    advantages = reinforce_plus_plus(v(0, 2, 100, 5, 5), mask, group_ids=ids)
+    close(advantages[:, 0], v(-1, 1, 0, 0, 0) / (2 / 3) ** 0.5)
 
 
 def test_reinforce_plus_plus_without_kl_whitens_the_reward():
@@ -374,6 +375,13 @@ def test_dpo_is_bradley_terry_on_the_implied_rewards():
     )
     dpo, _ = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta=0.3)
     close(dpo, reward_model_loss(0.3 * (chosen - ref_chosen), 0.3 * (rejected - ref_rejected))[0].item())
+
+
+def test_the_reference_of_a_pair_gets_no_gradient():
+    columns = [v(-4).requires_grad_() for _ in range(4)]
+    dpo_loss(*columns)[0].backward()
+    close(columns[0].grad, [-0.05])  # -beta sigmoid(0)
+    assert columns[2].grad is columns[3].grad is None
 
 
 def test_pairs_add_up_over_micro_batches():
