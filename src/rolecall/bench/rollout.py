@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from rolecall import bench, models
@@ -120,18 +121,18 @@ def _peak_elsewhere(model_path: str, system: str) -> float:
 
 def _peak(model_path: str, system: str) -> float:
     loaded, prompts = _load(model_path)
-    on_gpu = loaded.model.device.type == "cuda"
-
-    def peak() -> float:
-        return torch.cuda.max_memory_allocated() / 1e6 if on_gpu else _resident_peak()
-
-    before = peak()
-    _generator(system, "forced", loaded, prompts)(0)
-    return peak() - before
-
-
-def _resident_peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    generate = _generator(system, "forced", loaded, prompts)
+    if loaded.model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        generate(0)
+        return (torch.cuda.max_memory_allocated() - before) / 1e6
+    Path("/proc/self/clear_refs").write_text("5")  # Linux forgets the peak of loading
+    before = psutil.Process().memory_info().rss
+    generate(0)
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert peak is not None
+    return (int(peak[1]) * 1024 - before) / 1e6
 
 
 def _table(result: dict[str, Any]) -> str:
