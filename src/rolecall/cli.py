@@ -59,12 +59,15 @@ def evaluate(
 ) -> None:
     """Score a model on the held-out prompts of FILE."""
     from rolecall.config import Config
-    from rolecall.loop.evaluation import evaluate_model
+    from rolecall.loop.evaluation import accuracy, evaluate_model
 
     config = Config.load(file, context.args)
     if model:
         config.model.path = model
-    evaluate_model(config)
+    lines = evaluate_model(config)
+    print(f"held-out accuracy {accuracy(lines):.3f} ({len(lines)} responses)")
+    for line in lines[:: config.run.eval_samples][:8]:
+        print(f"{line['reward']:.2f}  {line['prompt']!r:.60} -> {line['response']!r:.40}")
 
 
 @app.command()

@@ -139,8 +139,8 @@ class Cluster(Section):
     address: str = Field("", description="Of a running Ray cluster; empty: a local one, started and stopped by the run")
     pools: dict[str, Pool] = Field(
         {
-            "train": {"roles": ["actor", "critic", "reference", "rollout"]},
-            "score": {"roles": ["reward"]},
+            "train": Pool(roles=["actor", "critic", "reference", "rollout"]),
+            "score": Pool(roles=["reward"]),
         },
         description="Pools by name; roles that the run does not need are not started",
     )

@@ -2,35 +2,65 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
+from rolecall import data, models
+from rolecall.config import Config
+from rolecall.errors import UserError
 from rolecall.loop.stages import Context, requests
+from rolecall.roles.reward import Reward
+from rolecall.roles.rollout import Rollout
 from rolecall.samples import Prompt
 from rolecall.telemetry import metrics as telemetry
 
 
-def evaluate(context: Context, heldout: list[Prompt], run_dir: Path, step: int) -> float:
-    """Mean reward of ``run.eval_samples`` responses to each held-out prompt; the answers go to eval.jsonl.
+def answers(config: Config, rollout: Any, reward: Any, heldout: list[Prompt]) -> list[dict[str, Any]]:
+    """``run.eval_samples`` scored responses to each held-out prompt, a dictionary each.
 
     Groups get negative ids, which the training stream never uses, so evaluation shares no seed with it.
+
+    Args:
+        rollout, reward: the roles, or handles to them.
     """
     groups = [(-1 - index, prompt) for index, prompt in enumerate(heldout)]
-    samples = context.roles.rollout.generate(requests(context.config, groups, context.config.run.eval_samples))
+    samples = rollout.generate(requests(config, groups, config.run.eval_samples))
     prompts = dict(groups)
-    rewards = context.roles.reward.score([prompts[sample.group_id] for sample in samples], samples)
-    telemetry.append(
-        run_dir / telemetry.EVAL,
-        [
-            {
-                "step": step,
-                "prompt_id": sample.prompt_id,
-                "index": sample.index,
-                "prompt": prompts[sample.group_id].text,
-                "response": sample.text,
-                "reward": reward,
-            }
-            for sample, reward in zip(samples, rewards, strict=True)
-        ],
-    )
-    return sum(rewards) / len(rewards)
+    rewards = reward.score([prompts[sample.group_id] for sample in samples], samples)
+    return [
+        {
+            "prompt_id": sample.prompt_id,
+            "index": sample.index,
+            "prompt": prompts[sample.group_id].text,
+            "response": sample.text,
+            "reward": value,
+        }
+        for sample, value in zip(samples, rewards, strict=True)
+    ]
 
+
+def evaluate(context: Context, heldout: list[Prompt], run_dir: Path, step: int) -> float:
+    """Held-out accuracy (mean reward) of the present weights; the answers go to eval.jsonl."""
+    lines = answers(context.config, context.roles.rollout, context.roles.reward, heldout)
+    telemetry.append(run_dir / telemetry.EVAL, [{"step": step} | line for line in lines])
+    return accuracy(lines)
+
+
+def accuracy(lines: list[dict[str, Any]]) -> float:
+    return math.fsum(line["reward"] for line in lines) / len(lines)
+
+
+def evaluate_model(config: Config) -> list[dict[str, Any]]:
+    """Generate and score the held-out prompts with the configured model, in this process, without Ray.
+
+    Returns:
+        one line a response, as in eval.jsonl.
+
+    Raises:
+        UserError: the data set holds no prompts out.
+    """
+    _, heldout, _ = data.load_prompts(config, models.load_tokenizer(config.model))
+    if not heldout:
+        raise UserError("There is nothing to evaluate on: set data.holdout to more than 0, or data.eval_path.")
+    return answers(config, Rollout(config), Reward(config), heldout)

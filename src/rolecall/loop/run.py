@@ -139,8 +139,10 @@ def train(config: Config, *, resume: bool = False) -> Run:
 def _loop(run_dir: Path, state: State, heldout: list[Prompt], log: telemetry.MetricsLog, console: Console) -> None:
     """Steps until the last one, with evaluation before, between and after, and checkpoints as configured."""
     context, settings = state.context, state.context.config.run
-    synchronise(context)  # the engine may hold weights of its own; a resumed run's are not the ones it loaded
-    if state.step == 0:
+    synchronise(
+        context, state.step
+    )  # the engine may hold weights of its own; a resumed run's are not the ones it loaded
+    if state.step == 0 and heldout:
         console.status("evaluating before training")
         console.evaluated(evaluation.evaluate(context, heldout, run_dir, step=0))
     while state.step < settings.steps:

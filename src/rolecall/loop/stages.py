@@ -83,8 +83,8 @@ def reference(context: Context, samples: list[Sample]) -> Metrics:
     for sample, row in zip(samples, pending.result(), strict=True):
         sample.ref_logprobs = row
     mask = _column(samples, "response_mask").bool()
-    gap = algorithms.kl(_column(samples, "old_logprobs"), _column(samples, "ref_logprobs"), estimator="k3")
-    return {"kl": algorithms.masked_mean(gap, mask).item()}
+    drift = algorithms.kl(_column(samples, "old_logprobs"), _column(samples, "ref_logprobs"), estimator="k3", mask=mask)
+    return {"kl": algorithms.masked_mean(drift, mask).item()}
 
 
 def advantages(context: Context, samples: list[Sample]) -> Metrics:
@@ -127,9 +127,9 @@ def update(context: Context, samples: list[Sample], step: int) -> Metrics:
     return metrics
 
 
-def synchronise(context: Context) -> Metrics:
-    """Stage 6: the Actor's parameters reach the engine, version + 1, verified."""
-    return sync.sync(context.roles)
+def synchronise(context: Context, step: int) -> Metrics:
+    """Stage 6: the Actor's parameters reach the engine, verified; their version is the number of finished steps."""
+    return sync.sync(context.roles, version=step)
 
 
 def _column(samples: list[Sample], name: str) -> Tensor:

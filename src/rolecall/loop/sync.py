@@ -14,7 +14,8 @@ def take_step(context: Context, groups: list[Group], step: int) -> tuple[list[Sa
     Returns:
         The samples as the update saw them, and the step's metrics.
     """
-    clock, metrics = Stages(), {}
+    clock = Stages()
+    metrics: Metrics = {}
     with clock("generate"):
         samples, found = stages.generate(context, groups)
         metrics |= found
@@ -27,13 +28,15 @@ def take_step(context: Context, groups: list[Group], step: int) -> tuple[list[Sa
     with clock("update"):
         metrics |= stages.update(context, samples, step)
     with clock("sync"):
-        metrics |= stages.synchronise(context)
+        metrics |= stages.synchronise(context, step)
 
     if step == 1:
         checks.first_step(context.config, groups, samples, metrics)
+    metrics = {name: value for name, value in metrics.items() if not name.startswith("first/")}
     if "kl" in metrics:
         metrics["kl_beta"] = context.kl.beta
         context.kl.update(metrics["kl"], len(samples))
     metrics |= clock.metrics()
+    metrics["memory/peak_gb"] = context.roles.actor.peak_memory()
     metrics["tokens_per_second"] = metrics["tokens"] / metrics["time/generate"]
     return samples, metrics

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import resource
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,13 @@ def check_memory(needed_bytes: int, what: str, device: torch.device | str) -> No
             f"Too little memory: {what} needs {needed_bytes / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are free "
             f"on {device}. Use a smaller model (model.path) or type (model.dtype), or a larger machine."
         )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes that this process has held: on the GPU by torch's allocator, on the CPU resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def free_memory(device: torch.device) -> int:

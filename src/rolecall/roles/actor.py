@@ -64,8 +64,8 @@ class Actor:
             mean = mean_over_steps(steps)
             for name in ("loss", "clip_fraction", "approx_kl", "entropy", "grad_norm", "lr"):
                 metrics[f"policy/{name}"] = mean[name]
-            metrics |= {name: mean[name] for name in mean if name == "kl" or "/" in name}
-            metrics |= {f"first/{name}": steps[0][name] for name in ("approx_kl", "ratio_max")}
+            metrics |= {name: mean[name] for name in mean if "/" in name}
+            metrics |= {f"first/{name}": steps[0][name] for name in ("approx_kl", "ratio_max", "tokens", "skipped")}
         return metrics
 
     def _loss(self, micro: MicroBatch, totals: Totals, beta: float) -> tuple[Tensor, dict[str, float | Tensor]]:
@@ -91,20 +91,21 @@ class Actor:
         )
         gap = (old - engine).abs().where(mask, 0.0)
         measured: dict[str, float | Tensor] = metrics | {
+            "tokens": mask.sum(),
             "entropy": masked_mean(entropy, mask, totals.computed),
             "mismatch/mean": masked_mean(gap, mask, totals.computed),
             "mismatch/max": gap.max(),
             "correction/mean": masked_mean(weights, mask, totals.computed),
             "correction/truncated": masked_mean(weights >= algorithm.correction_cap, mask, totals.computed),
         }
-        if any(sample.ref_logprobs for sample in micro.samples):
-            reference = micro.field("ref_logprobs")
-            # Unbiased for what was sampled, so of the old policy; the loss takes the one with the right gradient.
-            measured["kl"] = masked_mean(kl(old, reference, estimator="k3", mask=mask), mask, totals.computed)
         if beta > 0:
             drift = kl(logprobs, micro.field("ref_logprobs"), estimator=algorithm.kl_estimator, mask=mask)
             loss = loss + beta * aggregate(drift, mask, algorithm.aggregate, total=total, norm=norm)
         return loss, measured
+
+    def peak_memory(self) -> float:
+        """Most memory that this process (so all roles of its pool) has held, in GiB."""
+        return models.peak_memory(models.device()) / 2**30
 
     def save(self, folder: str | Path) -> None:
         """Write all state into ``folder``; ``load`` continues from it exactly."""

@@ -78,7 +78,7 @@ class Trained:
                 totals), but metrics whose names end in "max" are maxima.
 
         Returns:
-            each step's metrics, with ``grad_norm``, ``lr`` and ``computed`` (action tokens).
+            each step's metrics, with ``grad_norm``, ``lr``, and the action tokens ``computed`` and ``skipped``.
 
         Raises:
             RunError: a gradient is not finite.
@@ -90,7 +90,8 @@ class Trained:
                 counts = [sample.action_tokens for sample in batch]
                 totals = Totals(sum(counts), sum(n > 0 for n in counts), sum(sample.action_tokens for sample in kept))
                 metrics = combine(self._accumulate(kept, totals, loss))
-                steps.append(metrics | self.optimizer.step() | {"computed": totals.computed})
+                counted = {"computed": totals.computed, "skipped": totals.tokens - totals.computed}
+                steps.append(metrics | self.optimizer.step() | counted)
         self.updates += 1
         return steps
 
