@@ -117,7 +117,7 @@ def test_each_row_is_sampled_by_its_own_parameters():
 
 
 def test_no_end_before_min_tokens():
-    logits = torch.tensor([[0.0, 9.0, 0.0, 8.0]]).expand(3, -1)
+    logits = torch.tensor([[0.0, 9.0, 0.0, 8.0]]).repeat(3, 1)
     batch = batch_of(*[Sampling(9, min_tokens=2, temperature=0)] * 3, counts=(1, 2, 0))
     tokens, logprobs = draw(logits, batch, [1, 3])
     assert tokens.tolist() == [0, 1, 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rolecall.models.attention import Packed
@@ -86,20 +85,20 @@ class Decode:
         keys[self.rows, :, self.positions] = key[:, :, 0]
         values[self.rows, :, self.positions] = value[:, :, 0]
         n, heads, _, width = query.shape
-        # The query heads that share one key/value head stand in for the query length: nothing is repeated.
-        grouped = query.reshape(n, key.shape[1], heads // key.shape[1], width)
-        keys, values = keys[:n, :, : self.span], values[:n, :, : self.span]
-        output = F.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=self._mask(window, query.dtype), scale=scale
-        )
-        return output.reshape(n, heads, 1, -1)
+        # The query heads that share one key/value head stand in for the query length: nothing is repeated. Plain
+        # batched products, since fused attention on the CPU is slower for so few queries.
+        grouped = query.reshape(-1, heads // key.shape[1], width)
+        keys, values = (cached[:n, :, : self.span].flatten(0, 1) for cached in (keys, values))
+        scores = torch.baddbmm(self._mask(window, query.dtype, key.shape[1]), grouped, keys.mT, alpha=scale)
+        return (scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values).view(n, heads, 1, -1)
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _mask(self, window: int | None, dtype: torch.dtype, heads: int) -> Tensor:
+        """(n * Hkv, 1, span): 0 where a row's new token sees a position, else -inf."""
         if window not in self.masks:
             columns = torch.arange(self.span, device=self.positions.device)
             seen = columns <= self.positions[:, None]
             if window is not None:
                 seen &= columns > self.positions[:, None] - window
             mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-            self.masks[window] = mask[:, None, None]
+            self.masks[window] = mask.repeat_interleave(heads, 0)[:, None]
         return self.masks[window]

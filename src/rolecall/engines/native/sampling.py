@@ -50,7 +50,7 @@ def draw(logits: Tensor, batch: Batch, ends: list[int]) -> tuple[Tensor, Tensor]
     0 is never drawn.
 
     Args:
-        logits: (B, V), any floating type.
+        logits: (B, V), any floating type; may be overwritten.
         ends: the end-of-sequence tokens.
 
     Returns:
@@ -59,9 +59,8 @@ def draw(logits: Tensor, batch: Batch, ends: list[int]) -> tuple[Tensor, Tensor]
     """
     scores = logits.float()
     if batch.any_min and ends:
-        is_end = torch.zeros(scores.shape[-1], dtype=torch.bool, device=scores.device)
-        is_end[ends] = True
-        scores = scores.masked_fill((batch.counts < batch.min_tokens)[:, None] & is_end, -torch.inf)
+        early = (batch.counts < batch.min_tokens)[:, None]
+        scores[:, ends] = scores[:, ends].masked_fill(early, -torch.inf)
     if batch.any_tempered:
         scores = scores / batch.temperature[:, None]
     if batch.any_cut:
