@@ -94,6 +94,9 @@ class Algorithm(Section):
         "token-mean", description="Mean over the global batch's action tokens; over sequences of their mean; Dr.GRPO's"
     )
     kl_beta: float | None = Field(None, ge=0, description="Weight of KL(policy, Reference); unset: GRPO 0, PPO 0.02")
+    watch_kl: bool = Field(
+        False, description="Measure the KL to the Reference even at beta 0, on the first response to each prompt"
+    )
     kl_in: Literal["loss", "reward"] = Field("loss", description="Where the KL term enters; reward: PPO only")
     kl_estimator: Literal["k2", "k3"] = Field("k2", description="In the loss: k2's gradient is exact on-policy")
     kl_target: float | None = Field(None, gt=0, description="beta adapts towards this KL; unset: GRPO fixed, PPO 0.05")
@@ -266,7 +269,7 @@ class Config(Section):
     def roles(self) -> list[str]:
         """The roles that this run needs, in the order they are built."""
         needed = ["actor", "rollout", "reward"]
-        if self.kl_beta > 0:
+        if self.kl_beta > 0 or self.algorithm.watch_kl:
             needed.insert(1, "reference")
         if self.algorithm.name == "ppo":
             needed.insert(1, "critic")

@@ -51,7 +51,8 @@ def spawn(config: Config) -> Iterator[Roles]:
         processes: list[Process] = []
         try:
             _wait_for_room(config, group, bundles)
-            processes += [_start(config, group, index, *pool) for index, pool in enumerate(pools.items())]
+            alone = sum(roles != ["reward"] for roles in pools.values()) == 1
+            processes += [_start(config, group, index, alone, *pool) for index, pool in enumerate(pools.items())]
             yield _build(config, processes)
         finally:
             for process in processes:
@@ -117,7 +118,7 @@ def _amounts(resources: dict[str, float]) -> str:
     return ", ".join(f"{resources.get(kind, 0):g} {kind}s" for kind in ("GPU", "CPU"))
 
 
-def _start(config: Config, group: PlacementGroup, index: int, name: str, roles: list[str]) -> Process:
+def _start(config: Config, group: PlacementGroup, index: int, alone: bool, name: str, roles: list[str]) -> Process:
     bundle = group.bundle_specs[index]
     worker = (
         ray.remote(Worker)
@@ -126,7 +127,7 @@ def _start(config: Config, group: PlacementGroup, index: int, name: str, roles: 
             num_gpus=bundle.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
         )
-        .remote(name, config.cluster.pools[name].threads, (os.getcwd(), [os.getcwd(), *filter(None, sys.path)]))
+        .remote(name, config.cluster.pools[name].threads, alone, (os.getcwd(), [os.getcwd(), *filter(None, sys.path)]))
     )
     return Process(name, roles, worker)
 

@@ -34,7 +34,7 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """One dictionary a step."""
-        return telemetry.read(self.dir / "metrics.jsonl")
+        return telemetry.read(self.dir / telemetry.METRICS)
 
     @property
     def heldout(self) -> dict[int, float]:
@@ -169,15 +169,15 @@ def _recording(run_dir: Path, state: State, console: Console) -> Iterator[teleme
     telemetry.truncate(run_dir, state.step if state.step else -1)
     log = telemetry.MetricsLog(run_dir, config)
     try:
-        for line in telemetry.read(run_dir / "metrics.jsonl"):
-            console.step(line["step"], line)
+        for line in telemetry.read(run_dir / telemetry.METRICS)[-1:]:
+            console.step(line["step"], line)  # where a resumed run stands
         yield log
     finally:
         log.close()
 
 
 def _where_to_start(run_dir: Path, resume: bool) -> Path | None:
-    if not resume and (run_dir / "metrics.jsonl").exists():
+    if not resume and (run_dir / telemetry.METRICS).exists():
         raise UserError(
             f"{run_dir} already holds a run. Continue it with --resume, or write elsewhere with --run.dir NEW."
         )

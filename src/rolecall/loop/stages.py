@@ -66,24 +66,25 @@ def score(context: Context, groups: list[Group], samples: list[Sample]) -> Metri
 
 
 def reference(context: Context, samples: list[Sample]) -> Metrics:
-    """Stage 3: log-probabilities under the frozen Reference, and under the Actor as it was when it generated.
+    """Stage 3: log-probabilities under the frozen Reference, and the Actor's own before it is updated.
 
-    The Reference is skipped when beta is 0; the Actor's are skipped when the update computes them anyway
-    (one optimizer step a batch).
+    Neither is computed without need: the Reference's for the KL term, or to watch the KL of one response a prompt;
+    the Actor's for a KL in the reward, or for a ratio that several optimizer steps share.
     """
     config, roles = context.config, context.roles
-    with_reference = config.kl_beta > 0
-    actor = config.actor
-    pending = roles.reference.start("logprobs", samples) if with_reference else None
-    if with_reference or actor.epochs * actor.minibatches > 1:
+    in_reward = config.kl_beta > 0 and config.algorithm.kl_in == "reward"
+    compared = samples if config.kl_beta > 0 else [sample for sample in samples if sample.index == 0]
+    pending = roles.reference.start("logprobs", compared) if roles.reference else None
+    if in_reward or config.actor.epochs * config.actor.minibatches > 1:
         for sample, row in zip(samples, roles.actor.logprobs(samples), strict=True):
             sample.old_logprobs = row
     if pending is None:
         return {}
-    for sample, row in zip(samples, pending.result(), strict=True):
+    for sample, row in zip(compared, pending.result(), strict=True):
         sample.ref_logprobs = row
-    mask = _column(samples, "response_mask").bool()
-    drift = algorithms.kl(_column(samples, "old_logprobs"), _column(samples, "ref_logprobs"), estimator="k3", mask=mask)
+    mask = _column(compared, "response_mask").bool()
+    # The engine's own log-probabilities will do here: `mismatch/mean` says how far they are from the Actor's.
+    drift = algorithms.kl(_column(compared, "logprobs"), _column(compared, "ref_logprobs"), estimator="k3", mask=mask)
     return {"kl": algorithms.masked_mean(drift, mask).item()}
 
 
@@ -93,7 +94,10 @@ def advantages(context: Context, samples: list[Sample]) -> Metrics:
     rewards = torch.tensor([sample.reward for sample in samples])
     if settings.name == "grpo":
         group_ids = torch.tensor([sample.group_id for sample in samples])
-        scalars = algorithms.group_advantages(rewards, group_ids, scale=settings.scale, baseline=settings.baseline)
+        acted = torch.tensor([sample.action_tokens > 0 for sample in samples])
+        scalars = algorithms.group_advantages(
+            rewards, group_ids, scale=settings.scale, baseline=settings.baseline, mask=acted
+        )
         for sample, scalar in zip(samples, scalars.tolist(), strict=True):
             sample.advantages = [scalar] * len(sample.response)
         return {}

@@ -113,7 +113,7 @@ class Console:
         return {
             "reward": _figure(metrics.get("reward/mean"), ".3f"),
             "held-out": " → ".join(heldout) or "–",
-            "KL": _figure(metrics.get("kl"), ".4f") if self._config.kl_beta else "off",
+            "KL": _figure(metrics.get("kl"), ".4f") if "reference" in self._config.roles else "off",
             "tokens/s": _figure(metrics.get("tokens_per_second"), ",.0f"),
         }
 
