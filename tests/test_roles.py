@@ -362,9 +362,10 @@ def test_values_start_at_zero_one_a_token(settings):
 
 def test_a_value_knows_the_tokens_before_and_not_its_own(settings):
     critic = Critic(ppo(settings))
+    torch.manual_seed(0)
     nn.init.normal_(critic._head.weight)
     one, other = critic.values([sample(response=[9, 10, 1]), sample(1, response=[9, 11, 1])])
-    assert one[:2] == pytest.approx(other[:2], abs=1e-6)
+    assert one[:2] == pytest.approx(other[:2], abs=1e-5)
     assert abs(one[2] - other[2]) > 1e-3
 
 

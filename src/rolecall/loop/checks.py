@@ -10,8 +10,9 @@ from rolecall.errors import RunError
 from rolecall.loop.stages import Group, Metrics
 from rolecall.samples import Sample
 
-MISMATCH_LIMIT = 0.02  # mean |trainer - engine| log-probability; bfloat16 engines stay under 0.015
-START_LIMIT = 0.02  # the same against the Reference, which starts from the same weights
+# Mean |difference| of log-probabilities. bfloat16 rounding alone makes 0.03 of a 135M model's (plain transformers
+# against itself with another attention kernel); a wrong temperature, a shift or stale weights make 0.1 and more.
+MISMATCH_LIMIT = 0.06
 
 
 def first_step(config: Config, groups: list[Group], samples: list[Sample], metrics: Metrics) -> None:
@@ -26,7 +27,7 @@ def first_step(config: Config, groups: list[Group], samples: list[Sample], metri
     weighed = None  # tokens that the loss weighs; with several mini-batches the first is only a part of them
     if config.actor.minibatches == 1 and "first/tokens" in metrics:
         weighed = metrics["first/tokens"] + metrics["first/skipped"]
-    # A single optimizer step takes its own forward pass as the old policy; with several, a second pass rounds otherwise.
+    # A single optimizer step takes its own forward pass as the old policy; several share one that may round otherwise.
     exact = config.actor.epochs * config.actor.minibatches == 1
     for name, found, wanted, limit in (
         (
@@ -37,7 +38,7 @@ def first_step(config: Config, groups: list[Group], samples: list[Sample], metri
         ),
         ("largest ratio policy / old policy before it", metrics.get("first/ratio_max"), 1.0, 1e-6 if exact else 1.0),
         ("mean |Actor - engine| log-probability", metrics.get("mismatch/mean"), 0.0, MISMATCH_LIMIT),
-        ("mean |engine - Reference| log-probability at the start", _start_gap(samples), 0.0, START_LIMIT),
+        ("mean |engine - Reference| log-probability at the start", _start_gap(samples), 0.0, MISMATCH_LIMIT),
         ("action tokens that the loss weighs", weighed, action_tokens, 0.0),
     ):
         if found is not None and not abs(found - wanted) <= limit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from rolecall.models import Loaded
 from rolecall.models.attention import hidden_states
+from rolecall.models.head import logits
 from rolecall.samples import Sample
 from rolecall.training.packing import MicroBatch, micro_batches
 
 LOGITS = 2**26  # most logits held at once: 256 MiB in float32
-
 
 Head = Callable[[Tensor], Tensor]
 
@@ -51,14 +52,14 @@ def token_logprobs(
 
 
 def _chunk(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logits = head(hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    normalizer = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normalizer
+    scores = head(hidden)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) / temperature
+    normalizer = scores.logsumexp(-1)
+    logprobs = scores.gather(-1, targets[:, None]).squeeze(-1) - normalizer
     with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
         # An impossible token (logit -inf) adds nothing: p log p is 0 there, not NaN.
-        p = (logits - normalizer[:, None]).exp()
-        entropy = normalizer - (p * logits).where(p > 0, 0.0).sum(-1)
+        p = (scores - normalizer[:, None]).exp()
+        entropy = normalizer - (p * scores).where(p > 0, 0.0).sum(-1)
     return logprobs, entropy
 
 
@@ -78,13 +79,14 @@ def policy_logprobs(loaded: Loaded, micro: MicroBatch, temperature: float) -> tu
     """Log-probabilities and entropies of a micro-batch's response tokens at ``temperature``, (B, T) each."""
     model: Any = loaded.model
     if loaded.packed:
-        hidden, head = response_hidden(model, micro), model.get_output_embeddings()
+        head: Head = partial(logits, model)
+        hidden = response_hidden(model, micro)
     else:
         # Such a model may do more to its logits than the output embedding does, so we take what it returns.
-        logits = model(
+        output = model(
             input_ids=micro.tokens, attention_mask=micro.attention_mask, position_ids=micro.positions, use_cache=False
         ).logits
-        hidden, head = logits.flatten(0, 1).index_select(0, micro.predictors), nn.Identity()
+        hidden, head = output.flatten(0, 1).index_select(0, micro.predictors), nn.Identity()
     logprobs, entropy = token_logprobs(hidden, head, micro.targets, temperature)
     return micro.rows(logprobs), micro.rows(entropy)
 
