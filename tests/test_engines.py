@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from rolecall import engines
+from rolecall.engines.native.cache import Cache, Prefill
 from rolecall.engines.native.engine import NativeEngine
 from rolecall.errors import RunError, UserError
 from rolecall.models import Loaded
@@ -50,6 +51,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 ENGINES = ["native", "transformers"]
 PROMPTS = [[5, 9, 100], [7], [9, 8, 7, 6, 5, 44, 45, 46, 47, 48, 49], [150, 3, 60, 7, 7, 7]]
+STEM = [5, 9, 100, 44, 45, 46, 47, 48, 49]  # longer than the sliding window
+ALIKE = {
+    "stem": [[*STEM, 3], [*STEM, 7, 8, 150, 3, 11, 12, 13], [*STEM, 7]],
+    "prefixes of each other": [[*STEM, 7, 8], STEM, [*STEM, 7]],
+    "equal": [STEM, STEM],
+    "one token": [[5, 9], [*STEM, 3], [5]],
+}
 LONG = Sampling(max_tokens=14, min_tokens=14)
 
 
@@ -128,6 +136,12 @@ def test_greedy_is_transformers_greedy(engine: str, loaded: Loaded):
 def test_log_probabilities_are_those_of_a_forward_pass(engine: str, loaded: Loaded, sampling: Sampling):
     for sample in engines.create(engine, loaded, 64).generate(requests(sampling, n=2)):
         check_sampled_from(loaded, sample, sampling)
+
+
+@pytest.mark.parametrize("prompts", ALIKE.values(), ids=ALIKE)
+def test_prompts_that_begin_alike(loaded: Loaded, prompts: list[list[int]]):
+    for sample in engines.create("native", loaded, 64).generate(requests(LONG, n=2, prompts=prompts)):
+        check_sampled_from(loaded, sample, LONG)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -318,6 +332,24 @@ def test_a_group_is_prefilled_once(llama: Loaded, monkeypatch: pytest.MonkeyPatc
     prefilled.clear()
     NativeEngine(llama, 8).generate(requests(LONG, n=20, prompts=PROMPTS[:1]))  # larger than the engine
     assert prefilled == PROMPTS[:1] * 3
+
+
+def test_a_common_prefix_is_computed_once():
+    def prefill(*prompts: list[int]) -> Prefill:
+        return Prefill(Cache(), list(prompts), [(i, i + 1) for i in range(len(prompts))], torch.device("cpu"))
+
+    layout = prefill([5, 6, 7], [5, 6, 8, 9], [5, 6, 7])
+    assert layout.tokens.tolist() == [5, 6, 7, 8, 9, 7]
+    assert layout.positions.tolist() == [0, 1, 2, 2, 3, 2]
+    assert layout.ends.tolist() == [2, 4, 5]
+    layout = prefill([5, 6], [5, 6, 7])  # a prompt that others continue still ends in a token of its own
+    assert layout.tokens.tolist() == [5, 6, 6, 7]
+    assert layout.positions.tolist() == [0, 1, 1, 2]
+    assert layout.ends.tolist() == [1, 3]
+    layout = prefill([5, 6], [4, 6])
+    assert layout.tokens.tolist() == [5, 6, 4, 6]
+    assert layout.positions.tolist() == [0, 1, 0, 1]
+    assert layout.ends.tolist() == [1, 3]
 
 
 def test_an_unknown_engine(tiny: Loaded):

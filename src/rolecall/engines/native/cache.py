@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain, takewhile
+
 import torch
 from torch import Tensor
 
-from rolecall.models.attention import Packed
+from rolecall.models.attention import sdpa
 
 SPAN = 16  # decode reads a multiple of this many positions
 
@@ -43,27 +45,57 @@ class Cache:
                 tensor[targets, :, :length] = tensor[sources, :, :length]
 
 
-class Prefill(Packed):
-    """Prompts one behind the other; the keys and values of each are written to all the slots that continue it.
+class Prefill:
+    """Prompts that enter: the prefix that they all share once, and behind it the rest of each.
+
+    The keys and values of a prompt are written to all the slots that continue it, and read from the first of them.
+
+    ``tokens``, ``positions``: (L,) what the model reads; ``ends``: (number of prompts,) the last token of each in it.
 
     Args:
-        sizes: of the prompts, in tokens.
+        prompts: the token ids of each.
         slots: per prompt the first slot and the one behind the last.
     """
 
-    def __init__(self, cache: Cache, sizes: list[int], slots: list[tuple[int, int]], device: torch.device):
-        masks = [torch.ones(size, size, dtype=torch.bool, device=device).tril() for size in sizes]
-        super().__init__(masks, torch.cat([torch.arange(size, device=device) for size in sizes]))
-        self.cache, self.sizes, self.slots = cache, sizes, slots
+    def __init__(self, cache: Cache, prompts: list[list[int]], slots: list[tuple[int, int]], device: torch.device):
+        prefix = _common_prefix([prompt[:-1] for prompt in prompts])  # a last token stays its prompt's own
+        self.cache, self.slots, self.shared = cache, slots, len(prefix)
+        rests = [prompt[self.shared :] for prompt in prompts]
+        self.sizes = [len(rest) for rest in rests]
+        places = [range(self.shared), *(range(self.shared, len(prompt)) for prompt in prompts)]
+        self.tokens = torch.tensor([*prefix, *chain(*rests)], device=device)
+        self.positions = torch.tensor([*chain(*places)], device=device)
+        self.ends = torch.tensor(self.sizes, device=device).cumsum(0) + self.shared - 1
+        self.masks: dict[tuple[int, int, int | None], Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         keys, values = self.cache.layer(layer, key, value)
-        start = 0
+        outputs, start = [], self.shared
+        if self.shared:
+            alone = self._mask(0, start, window)
+            outputs.append(sdpa(query[:, :, :start], key[:, :, :start], value[:, :, :start], alone, scale))
         for size, (first, last) in zip(self.sizes, self.slots, strict=True):
-            keys[first:last, :, :size] = key[0, :, start : start + size]
-            values[first:last, :, :size] = value[0, :, start : start + size]
-            start += size
-        return super().attend(layer, query, key, value, scale, window)
+            end, length = start + size, self.shared + size
+            for cached, new in ((keys, key[0]), (values, value[0])):
+                cached[first:last, :, : self.shared] = new[:, : self.shared]
+                cached[first:last, :, self.shared : length] = new[:, start:end]
+            whole = keys[first, None, :, :length], values[first, None, :, :length]
+            outputs.append(sdpa(query[:, :, start:end], *whole, self._mask(self.shared, size, window), scale))
+            start = end
+        return torch.cat(outputs, dim=2)
+
+    def _mask(self, before: int, size: int, window: int | None) -> Tensor:
+        """(size, before + size): what ``size`` tokens see of the ``before`` ones in front of them and of themselves."""
+        if (before, size, window) not in self.masks:
+            mask = torch.ones(size, before + size, dtype=torch.bool, device=self.positions.device).tril(before)
+            self.masks[before, size, window] = mask if window is None else mask.triu(before - window + 1)
+        return self.masks[before, size, window]
+
+
+def _common_prefix(rows: list[list[int]]) -> list[int]:
+    first, last = min(rows), max(rows)  # what these two share, all those between them share
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    return [token for token, _ in same]
 
 
 class Decode:

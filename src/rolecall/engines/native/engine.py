@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rolecall.engines.native.cache import Cache, Decode, Prefill
 from rolecall.engines.native.sampling import Batch, draw
@@ -15,18 +15,19 @@ from rolecall.engines.sequence import Endings, Sequence
 from rolecall.engines.weights import load_weights
 from rolecall.models import Loaded
 from rolecall.models.attention import hidden_states
+from rolecall.models.head import logits
 from rolecall.samples import Request, Sample
 
-HEAD_ROWS = 1024  # of the output embedding in one matrix product on the CPU
 PREFILL_TOKENS = 4096  # prompt tokens in one forward pass (a longer prompt goes alone)
 
 
 class NativeEngine:
     """Generates with the model in ``loaded``; keeps no copy of its weights and nothing computed from older ones.
 
-    A group's prompt is computed once and its keys and values are copied to the group's slots. A group enters whole
-    when enough slots are free; one larger than ``max_sequences`` enters in parts, each with its own prefill. A sample
-    is a function of (weights, prompt, sampling, seed), up to the rounding of matrix products of other shapes.
+    A group's prompt is computed once, what all prompts that enter together begin with too, and keys and values are
+    copied to the slots. A group enters whole when enough slots are free; one larger than ``max_sequences`` enters in
+    parts, each with its own prefill. A sample is a function of (weights, prompt, sampling, seed), up to the rounding
+    of matrix products of other shapes.
     """
 
     kind = "native"
@@ -57,9 +58,9 @@ class NativeEngine:
         while waiting or rows:
             if entering := self._enter(waiting, len(rows)):
                 new = [sequence for part in entering for sequence in part]
-                logits = self._prefill(entering, len(rows))
+                scores = self._prefill(entering, len(rows))
                 rows += new
-                self._sample(logits, new, Batch(new, self.model.device))
+                self._sample(scores, new, Batch(new, self.model.device))
                 batch = None
             else:
                 batch = batch or Batch(rows, self.model.device)
@@ -104,29 +105,17 @@ class NativeEngine:
         for part in parts:
             slots.append((slot, slot + len(part)))
             slot += len(part)
-        layout = Prefill(self.cache, [len(prompt) for prompt in prompts], slots, device)
-        tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-        hidden = hidden_states(self.model, tokens[None], layout.positions[None], layout)[0]
-        ends = torch.tensor(layout.sizes, device=device).cumsum(0) - 1
+        layout = Prefill(self.cache, prompts, slots, device)
+        hidden = hidden_states(self.model, layout.tokens[None], layout.positions[None], layout)[0]
         copies = torch.tensor([len(part) for part in parts], device=device)
-        return self._logits(hidden[ends]).repeat_interleave(copies, 0)
+        return logits(self.model, hidden[layout.ends]).repeat_interleave(copies, 0)
 
     def _decode(self, rows: list[Sequence], batch: Batch) -> Tensor:
         """One step of all rows: feed the token sampled last; logits (n, V)."""
         positions = batch.prompts + batch.counts - 1
         longest = max(len(row.request.prompt) + len(row.tokens) - 1 for row in rows)
         layout = Decode(self.cache, positions, longest)
-        return self._logits(hidden_states(self.model, batch.tokens[:, None], positions[:, None], layout)[:, 0])
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        head = self.model.get_output_embeddings()
-        if hidden.is_cuda or type(head) is not nn.Linear or head.bias is not None:
-            return head(hidden)
-        # MKL takes twice as long for the whole vocabulary at once as for pieces of it.
-        logits = hidden.new_empty(len(hidden), len(head.weight))
-        for rows, part in zip(head.weight.split(HEAD_ROWS), logits.split(HEAD_ROWS, 1), strict=True):
-            torch.mm(hidden, rows.t(), out=part)
-        return logits
+        return logits(self.model, hidden_states(self.model, batch.tokens[:, None], positions[:, None], layout)[:, 0])
 
     def _sample(self, logits: Tensor, rows: list[Sequence], batch: Batch) -> None:
         tokens, logprobs = draw(logits, batch, self.endings.tokens)
