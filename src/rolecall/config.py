@@ -280,9 +280,9 @@ class Config(Section):
         lines: list[str] = []
         for name, section in self.model_dump(exclude_none=True).items():
             pools = section.pop("pools", {})
-            lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in section.items()), ""]
+            lines += [f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in section.items()), ""]
             for pool, fields in pools.items():
-                lines += [f"[{name}.pools.{pool}]", *(f"{key} = {_toml(v)}" for key, v in fields.items()), ""]
+                lines += [f"[{name}.pools.{pool}]", *(f"{key} = {toml_value(v)}" for key, v in fields.items()), ""]
         return "\n".join(lines)
 
 
@@ -303,32 +303,6 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
         except tomllib.TOMLDecodeError:
             given[key.replace("-", "_")] = text
     return given
-
-
-def reference() -> str:
-    """docs/configuration.md, made from the types."""
-    lines = [
-        "# Configuration",
-        "",
-        "A run is one TOML file; `--section.key value` overrides any field. "
-        "This page is made from the types by `python -m rolecall.config > docs/configuration.md`.",
-        "",
-    ]
-    for name, section in Config.model_fields.items():
-        kind: Any = section.annotation
-        lines += [f"## [{name}]", "", kind.__doc__.strip(), ""]
-        lines += ["| field | type | default | what |", "|---|---|---|---|"]
-        for key, field in kind.model_fields.items():
-            default = "" if key == "pools" else f"`{_toml(field.default)}`" if field.default is not None else "unset"
-            lines.append(f"| `{key}` | {_type(field.annotation)} | {default} | {field.description} |")
-        if kind is Cluster:
-            lines += ["", "### [cluster.pools.NAME]", "", str(Pool.__doc__).strip(), ""]
-            lines += ["| field | type | default | what |", "|---|---|---|---|"]
-            for key, field in Pool.model_fields.items():
-                default = "required" if field.is_required() else "unset" if field.default is None else field.default
-                lines.append(f"| `{key}` | {_type(field.annotation)} | {default} | {field.description} |")
-        lines.append("")
-    return "\n".join(lines)
 
 
 def _anchor(raw: dict[str, Any], folder: Path) -> None:
@@ -376,28 +350,13 @@ def _fields_at(where: list[str]) -> list[str]:
     return list(kind.model_fields)
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """``value`` as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace(
-            "\x7f", "\\u007f"
-        )  # TOML's strings are JSON's, but for DEL
+        # TOML's strings are JSON's, but for DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     return repr(value)
-
-
-def _type(annotation: Any) -> str:
-    args = [arg for arg in get_args(annotation) if arg is not type(None)]
-    if not args:
-        return annotation.__name__
-    if all(isinstance(arg, str) for arg in args):
-        return ", ".join(f"`{arg}`" for arg in args)
-    if annotation.__class__.__name__ in ("UnionType", "_UnionGenericAlias"):
-        return " or ".join(_type(arg) for arg in args)
-    return str(annotation).replace("typing.", "").replace("rolecall.config.", "").split("[")[0]
-
-
-if __name__ == "__main__":
-    print(reference(), end="")
