@@ -81,3 +81,11 @@ class Sample:
     @property
     def action_tokens(self) -> int:
         return sum(self.response_mask)
+
+
+def by_group(samples: list[Sample]) -> dict[int, list[Sample]]:
+    """The samples of each group id, in their order."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_id, []).append(sample)
+    return groups

@@ -29,14 +29,10 @@ def first_step(config: Config, groups: list[Group], samples: list[Sample], metri
         weighed = metrics["first/tokens"] + metrics["first/skipped"]
     # A single optimizer step takes its own forward pass as the old policy; several share one that may round otherwise.
     exact = config.actor.epochs * config.actor.minibatches == 1
+    kl_limit, ratio_limit = (1e-6, 1e-6) if exact else (1e-3, 1.0)
     for name, found, wanted, limit in (
-        (
-            "KL(policy, old policy) before the first update",
-            metrics.get("first/approx_kl"),
-            0.0,
-            1e-6 if exact else 1e-3,
-        ),
-        ("largest ratio policy / old policy before it", metrics.get("first/ratio_max"), 1.0, 1e-6 if exact else 1.0),
+        ("KL(policy, old policy) before the first update", metrics.get("first/approx_kl"), 0.0, kl_limit),
+        ("largest ratio policy / old policy before it", metrics.get("first/ratio_max"), 1.0, ratio_limit),
         ("mean |Actor - engine| log-probability", metrics.get("mismatch/mean"), 0.0, MISMATCH_LIMIT),
         ("mean |engine - Reference| log-probability at the start", _start_gap(samples), 0.0, MISMATCH_LIMIT),
         ("action tokens that the loss weighs", weighed, action_tokens, 0.0),

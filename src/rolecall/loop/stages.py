@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from rolecall import algorithms, sync
 from rolecall.config import Config
-from rolecall.samples import Prompt, Request, Sample, Sampling
+from rolecall.samples import Prompt, Request, Sample, Sampling, by_group
+from rolecall.training.packing import per_token
 
 Group = tuple[int, Prompt]  # (group_id, its prompt)
 Metrics = dict[str, float]
@@ -40,12 +39,12 @@ def generate(context: Context, groups: list[Group]) -> tuple[list[Sample], Metri
     """Stage 1: G responses a prompt from the rollout engine, with log-probabilities and weight versions."""
     config = context.config
     samples = context.roles.rollout.generate(requests(config, groups, config.rollout.group_size))
-    lengths = torch.tensor([float(len(sample.response)) for sample in samples])
+    lengths = [len(sample.response) for sample in samples]
     return samples, {
-        "response_length/mean": lengths.mean().item(),
-        "response_length/max": lengths.max().item(),
-        "response_length/truncated": sum(sample.finish == "length" for sample in samples) / len(samples),
-        "tokens": lengths.sum().item(),
+        "response_length/mean": statistics.fmean(lengths),
+        "response_length/max": max(lengths),
+        "response_length/truncated": statistics.fmean(sample.finish == "length" for sample in samples),
+        "tokens": sum(lengths),
     }
 
 
@@ -53,15 +52,13 @@ def score(context: Context, groups: list[Group], samples: list[Sample]) -> Metri
     """Stage 2: the Reward judges each response."""
     prompts = dict(groups)
     rewards = context.roles.reward.score([prompts[sample.group_id] for sample in samples], samples)
-    by_group: dict[int, list[float]] = defaultdict(list)
     for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = reward
-        by_group[sample.group_id].append(reward)
-    spread = torch.tensor(rewards)
+    flat = [len({sample.reward for sample in group}) == 1 for group in by_group(samples).values()]
     return {
-        "reward/mean": spread.mean().item(),
-        "reward/std": spread.std(correction=0).item(),
-        "reward/flat_groups": sum(max(group) == min(group) for group in by_group.values()) / len(by_group),
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/flat_groups": statistics.fmean(flat),
     }
 
 
@@ -82,9 +79,10 @@ def reference(context: Context, samples: list[Sample]) -> Metrics:
         return {}
     for sample, row in zip(compared, pending.result(), strict=True):
         sample.ref_logprobs = row
-    mask = _column(compared, "response_mask").bool()
+    mask = per_token(compared, "response_mask").bool()
     # The engine's own log-probabilities will do here: `mismatch/mean` says how far they are from the Actor's.
-    drift = algorithms.kl(_column(compared, "logprobs"), _column(compared, "ref_logprobs"), estimator="k3", mask=mask)
+    engine, frozen = per_token(compared, "logprobs"), per_token(compared, "ref_logprobs")
+    drift = algorithms.kl(engine, frozen, estimator="k3", mask=mask)
     return {"kl": algorithms.masked_mean(drift, mask).item()}
 
 
@@ -104,11 +102,11 @@ def advantages(context: Context, samples: list[Sample]) -> Metrics:
 
     for sample, row in zip(samples, context.roles.critic.values(samples), strict=True):
         sample.values = row
-    mask = _column(samples, "response_mask").bool()
-    values = _column(samples, "values")
+    mask = per_token(samples, "response_mask").bool()
+    values = per_token(samples, "values")
     penalty = None
     if settings.kl_in == "reward" and context.kl.beta > 0:
-        penalty = context.kl.beta * (_column(samples, "old_logprobs") - _column(samples, "ref_logprobs"))
+        penalty = context.kl.beta * (per_token(samples, "old_logprobs") - per_token(samples, "ref_logprobs"))
     token_rewards = algorithms.token_rewards(rewards, mask, penalty)
     gains, returns = algorithms.gae(token_rewards, values, mask, gamma=settings.gamma, lam=settings.lam)
     if settings.whiten:
@@ -134,10 +132,3 @@ def update(context: Context, samples: list[Sample], step: int) -> Metrics:
 def synchronise(context: Context, step: int) -> Metrics:
     """Stage 6: the Actor's parameters reach the engine, verified; their version is the number of finished steps."""
     return sync.sync(context.roles, version=step)
-
-
-def _column(samples: list[Sample], name: str) -> Tensor:
-    """One per-token field of all samples as a right-padded (B, T) float tensor."""
-    return pad_sequence(
-        [torch.tensor(getattr(sample, name), dtype=torch.float32) for sample in samples], batch_first=True
-    )

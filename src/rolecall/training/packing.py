@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rolecall.errors import RunError
 from rolecall.models.attention import Packed
-from rolecall.samples import Sample
+from rolecall.samples import Sample, by_group
 
 
 @dataclass
@@ -26,7 +26,6 @@ class MicroBatch:
     ``layout``: how packed tokens attend; None: padded, and ``attention_mask`` (B, L) says where tokens are.
     ``predictors``: (N,) index into the flattened ``tokens`` of the position that predicts each response token. All
     responses of a group share the predictor of their first token, the prompt's last position.
-    ``targets``: (N,) the response tokens.
     """
 
     samples: list[Sample]
@@ -35,13 +34,16 @@ class MicroBatch:
     layout: Packed | None
     attention_mask: Tensor | None
     predictors: Tensor
-    targets: Tensor
+
+    @property
+    def targets(self) -> Tensor:
+        """(N,) the response tokens."""
+        return self.tokens.new_tensor([token for sample in self.samples for token in sample.response])
 
     @cached_property
     def mask(self) -> Tensor:
         """(B, T) True where the policy chose the token."""
-        rows = [torch.tensor(sample.response_mask, dtype=torch.bool) for sample in self.samples]
-        return pad_sequence(rows, batch_first=True).to(self.tokens.device)
+        return per_token(self.samples, "response_mask").bool().to(self.tokens.device)
 
     def rows(self, flat: Tensor) -> Tensor:
         """(N,) values of the response tokens -> (B, T), 0 on the padding."""
@@ -49,8 +51,13 @@ class MicroBatch:
 
     def field(self, name: str) -> Tensor:
         """A per-token field of the samples as (B, T) float32; 0 where ``mask`` is False, whatever stood there."""
-        rows = [torch.tensor(token_values(sample, name), dtype=torch.float32) for sample in self.samples]
-        return pad_sequence(rows, batch_first=True).to(self.tokens.device).where(self.mask, 0.0)
+        return per_token(self.samples, name).to(self.tokens.device).where(self.mask, 0.0)
+
+
+def per_token(samples: list[Sample], name: str) -> Tensor:
+    """A per-token field of the samples, right-padded: (B, T) float32 on the CPU."""
+    rows = [torch.tensor(token_values(sample, name), dtype=torch.float32) for sample in samples]
+    return pad_sequence(rows, batch_first=True)
 
 
 def token_values(sample: Sample, name: str) -> list[float]:
@@ -93,11 +100,8 @@ def _segment_tokens(segment: list[Sample]) -> int:
 
 def _segments(samples: list[Sample], budget: int) -> list[list[Sample]]:
     """Samples by group, a group over the budget in several parts."""
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group_id, []).append(sample)
     segments: list[list[Sample]] = []
-    for group_id, members in groups.items():
+    for group_id, members in by_group(samples).items():
         if any(sample.prompt != members[0].prompt for sample in members):
             raise RunError(f"Group {group_id} holds samples of different prompts; a group id belongs to one prompt.")
         segment: list[Sample] = []
@@ -139,15 +143,13 @@ def _pack(segments: list[list[Sample]], device: torch.device | str) -> MicroBatc
             tokens += sample.response[:-1]
             positions += range(len(prompt), len(prompt) + len(sample.response) - 1)
     where = torch.tensor(positions, device=device)
-    samples = [sample for segment in segments for sample in segment]
     return MicroBatch(
-        samples=samples,
+        samples=[sample for segment in segments for sample in segment],
         tokens=torch.tensor([tokens], device=device),
         positions=where[None],
         layout=Packed([_shared_prefix_mask(segment, device) for segment in segments], where),
         attention_mask=None,
         predictors=torch.tensor(predictors, device=device),
-        targets=torch.tensor([token for sample in samples for token in sample.response], device=device),
     )
 
 
@@ -160,12 +162,9 @@ def _shared_prefix_mask(segment: list[Sample], device: torch.device | str) -> Te
 
 
 def _rows_of_similar_length(samples: list[Sample], budget: int) -> Iterator[list[Sample]]:
-    def length(sample: Sample) -> int:
-        return len(sample.prompt) + len(sample.response) - 1
-
     rows: list[Sample] = []
-    for sample in sorted(samples, key=length, reverse=True):
-        if rows and (len(rows) + 1) * length(rows[0]) > budget:
+    for sample in sorted(samples, key=lambda sample: -_segment_tokens([sample])):
+        if rows and (len(rows) + 1) * _segment_tokens(rows[:1]) > budget:
             yield rows
             rows = []
         rows.append(sample)
@@ -188,5 +187,4 @@ def _pad(samples: list[Sample], device: torch.device | str) -> MicroBatch:
         layout=None,
         attention_mask=pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
         predictors=torch.cat(predictors),
-        targets=torch.tensor([token for sample in samples for token in sample.response], device=device),
     )

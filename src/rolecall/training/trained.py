@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rolecall import config as configuration
 from rolecall import models
 from rolecall.models import Loaded
-from rolecall.samples import Sample
+from rolecall.samples import Sample, by_group
 from rolecall.training import checkpoint
 from rolecall.training.optimizer import Optimizer, bytes_to_train
 from rolecall.training.packing import MicroBatch, micro_batches
@@ -97,9 +97,7 @@ class Trained:
 
     def _minibatches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
         """Parts of whole groups, split by the seed and the count of updates, whatever the order of the samples."""
-        groups: dict[int, list[Sample]] = {}
-        for sample in samples:
-            groups.setdefault(sample.group_id, []).append(sample)
+        groups = by_group(samples)
         for epoch in range(self.config.epochs):
             order = sorted(groups)
             random.Random(f"{self.seed}/{self.updates}/{epoch}").shuffle(order)
