@@ -149,10 +149,10 @@ def test_a_long_run_is_thinned_out(tmp_path):
 
 
 def test_binning_keeps_the_mean():
-    assert report._binned([1.0, 3.0]) == [1.0, 3.0]
-    bins = report._binned([float(value) for value in range(600)])
+    assert logs.binned([1.0, 3.0], 300) == [1.0, 3.0]
+    bins = logs.binned([float(value) for value in range(600)], 300)
     assert len(bins) == 300 and bins[:2] == [0.5, 2.5] and bins[-1] == 598.5
-    assert report._binned([]) == []
+    assert logs.binned([], 300) == []
 
 
 def test_the_same_run_gives_the_same_report(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections import Counter
 
 from rolecall.config import Config
@@ -68,4 +68,4 @@ def _start_gap(samples: list[Sample]) -> float | None:
         for own, ref, action in zip(sample.logprobs, sample.ref_logprobs, sample.response_mask, strict=False)
         if action
     ]
-    return math.fsum(gaps) / len(gaps) if gaps else None
+    return statistics.fmean(gaps) if gaps else None

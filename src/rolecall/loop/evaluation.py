@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def evaluate(context: Context, heldout: list[Prompt], run_dir: Path, step: int) 
 
 
 def accuracy(lines: list[dict[str, Any]]) -> float:
-    return math.fsum(line["reward"] for line in lines) / len(lines)
+    return statistics.fmean(line["reward"] for line in lines)
 
 
 def evaluate_model(config: Config) -> list[dict[str, Any]]:

@@ -139,9 +139,7 @@ def train(config: Config, *, resume: bool = False) -> Run:
 def _loop(run_dir: Path, state: State, heldout: list[Prompt], log: telemetry.MetricsLog, console: Console) -> None:
     """Steps until the last one, with evaluation before, between and after, and checkpoints as configured."""
     context, settings = state.context, state.context.config.run
-    synchronise(
-        context, state.step
-    )  # the engine may hold weights of its own; a resumed run's are not the ones it loaded
+    synchronise(context, state.step)  # the engine may hold others: its own, or those that a resumed run began with
     if state.step == 0 and heldout:
         console.status("evaluating before training")
         console.evaluated(evaluation.evaluate(context, heldout, run_dir, step=0))
@@ -153,7 +151,8 @@ def _loop(run_dir: Path, state: State, heldout: list[Prompt], log: telemetry.Met
         if heldout and (last or (settings.eval_every and state.step % settings.eval_every == 0)):
             metrics["heldout/accuracy"] = evaluation.evaluate(context, heldout, run_dir, state.step)
         log.step(state.step, metrics)
-        log.samples(state.step, [_record(sample, prompt) for sample, prompt in _with_prompts(samples, groups)])
+        prompts = dict(groups)
+        log.samples(state.step, [_record(sample, prompts[sample.group_id]) for sample in samples[:SAMPLES_LOGGED]])
         console.step(state.step, metrics)
         if last or state.step % settings.save_every == 0:
             state.save(run_dir)
@@ -184,11 +183,6 @@ def _where_to_start(run_dir: Path, resume: bool) -> Path | None:
     if resume and not run_dir.is_dir():
         raise UserError(f"Nothing to resume: {run_dir} does not exist. Start the run without --resume.")
     return checkpoint.latest(run_dir) if resume else None
-
-
-def _with_prompts(samples: list[Sample], groups: list[tuple[int, Prompt]]) -> list[tuple[Sample, Prompt]]:
-    prompts = dict(groups)
-    return [(sample, prompts[sample.group_id]) for sample in samples[:SAMPLES_LOGGED]]
 
 
 def _record(sample: Sample, prompt: Prompt) -> dict[str, Any]:

@@ -122,8 +122,7 @@ def update(context: Context, samples: list[Sample], step: int) -> Metrics:
     metrics: Metrics = {}
     critic = roles.critic.start("update", samples) if config.algorithm.name == "ppo" else None
     if critic is None or step > config.critic.warmup_only:
-        beta = context.kl.beta if config.algorithm.kl_in == "loss" else 0.0
-        metrics |= roles.actor.update(samples, kl_beta=beta)
+        metrics |= roles.actor.update(samples, kl_beta=context.kl.beta)
     if critic is not None:
         metrics |= critic.result()
     return metrics

@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rolecall.config import Config
-from rolecall.telemetry.metrics import STAGE_COLORS, STAGES, before_after, heldout_accuracy
+from rolecall.telemetry.metrics import STAGE_COLORS, STAGES, before_after, binned, heldout_accuracy
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ANSWERS_SHOWN = 8
@@ -61,17 +61,17 @@ class Console:
         """What is going on outside the steps: ``starting the roles``."""
         self._status = text
         if not self._live:
-            self._print(text)
+            self.note(text)
 
     def note(self, text: str) -> None:
         """Something to remember: a line that stays."""
-        self._print(text)
+        self._output.print(text, markup=False, soft_wrap=True)
 
     def evaluated(self, accuracy: float) -> None:
         """Held-out accuracy outside a step's metrics (before training)."""
         self._heldout.append(accuracy)
         if not self._live:
-            self._print(f"held-out accuracy {accuracy:.3f}")
+            self.note(f"held-out accuracy {accuracy:.3f}")
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         """Show a finished step."""
@@ -84,7 +84,7 @@ class Console:
         self._status, self._metrics = "", metrics
         self._step = step  # last: the display is drawn by another thread, and draws steps from the first one on
         if not self._live:
-            self._print(self._line())
+            self.note(self._line())
 
     def summary(self, run_dir: Path) -> None:
         """The same prompts answered before and after, held-out accuracy before and after, and where things are."""
@@ -98,9 +98,6 @@ class Console:
         table.add_row("Report", Text(str(run_dir / "report.html")))
         table.add_row("Model", Text(str(run_dir / "model")))
         self._output.print(table)
-
-    def _print(self, text: str) -> None:
-        self._output.print(text, markup=False, soft_wrap=True)
 
     @property
     def _left(self) -> str:
@@ -173,10 +170,10 @@ def stage_bar(metrics: dict[str, Any], width: int) -> Group:
 
 def sparkline(values: list[float], width: int) -> str:
     """The course of ``values`` from their smallest to their largest, in at most ``width`` characters."""
-    size = -(-len(values) // width)
-    means = [statistics.fmean(values[start : start + size]) for start in range(0, len(values), size or 1)]
-    low, span = min(means, default=0.0), (max(means, default=0.0) - min(means, default=0.0)) or 1.0
-    return "".join(BLOCKS[round((value - low) / span * (len(BLOCKS) - 1))] for value in means)
+    means = binned(values, width)
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(BLOCKS) - 1) / ((high - low) or 1.0)
+    return "".join(BLOCKS[round((value - low) * scale)] for value in means)
 
 
 def _figure(value: float | None, form: str) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -106,12 +107,23 @@ def truncate(run_dir: Path, step: int) -> None:
     """Drop the lines of steps after ``step`` from all logs (-1: all lines), each file at once or not at all."""
     for path in (run_dir / name for name in (METRICS, SAMPLES, EVAL)):
         if path.exists():
-            new = path.with_suffix(".new")
-            with open(new, "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(record) + "\n" for record in read(path) if record["step"] <= step)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(path)
+            write_whole(path, "".join(json.dumps(record) + "\n" for record in read(path) if record["step"] <= step))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file at once or not at all."""
+    new = path.with_suffix(".new")
+    with open(new, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def binned(values: Sequence[float], most: int) -> list[float]:
+    """``values``, or the means of equally many neighbours where there are more than ``most``."""
+    size = -(-len(values) // most) or 1
+    return [statistics.fmean(values[start : start + size]) for start in range(0, len(values), size)]
 
 
 def heldout_accuracy(run_dir: Path) -> dict[int, float]:
@@ -119,7 +131,7 @@ def heldout_accuracy(run_dir: Path) -> dict[int, float]:
     by_step: dict[int, list[float]] = defaultdict(list)
     for line in read(run_dir / EVAL):
         by_step[line["step"]].append(line["reward"])
-    return {step: math.fsum(rewards) / len(rewards) for step, rewards in sorted(by_step.items())}
+    return {step: statistics.fmean(rewards) for step, rewards in sorted(by_step.items())}
 
 
 def before_after(run_dir: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 
 from rolecall.errors import UserError
 from rolecall.telemetry import metrics as logs
-from rolecall.telemetry.metrics import STAGE_COLORS
+from rolecall.telemetry.metrics import STAGE_COLORS, binned
 
 POINTS = 300  # most points of a curve, and bars of the timeline; beyond that, means of neighbouring steps
 STEPS_SHOWN = 40  # most steps whose samples are listed, evenly spread
@@ -77,18 +77,15 @@ def write(run_dir: str | Path) -> Path:
         versions=json.loads(versions.read_text()) if versions.exists() else {},
     )
     path = run_dir / "report.html"
-    new = path.with_suffix(".new")
-    new.write_text(page, encoding="utf-8")
-    return new.replace(path)
+    logs.write_whole(path, page)
+    return path
 
 
 def _headline(steps: list[dict[str, Any]], heldout: dict[int, float], config: Path) -> list[tuple[str, str, str]]:
     """(label, figure, remark) of each headline figure that is known."""
     accuracy = list(heldout.values())
-    known = {
-        name: _series(steps, name)[1] for name in ("reward/mean", "time/step", "tokens_per_second", "memory/peak_gb")
-    }
-    rewards, seconds, speeds, memory = known.values()
+    names = ("reward/mean", "time/step", "tokens_per_second", "memory/peak_gb")
+    rewards, seconds, speeds, memory = (_series(steps, name)[1] for name in names)
     total = f"of {tomllib.loads(config.read_text())['run']['steps']}" if config.exists() else ""
     figures: list[Any] = [
         accuracy and ("Held-out accuracy", f"{accuracy[-1]:.3f}", f"{accuracy[0]:.3f} at the start"),
@@ -107,12 +104,6 @@ def _series(steps: list[dict[str, Any]], name: str) -> tuple[list[int], list[flo
     return [step for step, _ in known], [value for _, value in known]
 
 
-def _binned(values: list[Any]) -> list[float]:
-    """``values``, or the means of equally many neighbours where there are more than ``POINTS``."""
-    size = -(-len(values) // POINTS) or 1
-    return [statistics.fmean(values[start : start + size]) for start in range(0, len(values), size)]
-
-
 def _curves(steps: list[dict[str, Any]], heldout: dict[int, float]) -> list[tuple[str, str, Markup]]:
     """(title, remark, plot) of each curve that has values."""
     curves = []
@@ -129,7 +120,9 @@ def _curves(steps: list[dict[str, Any]], heldout: dict[int, float]) -> list[tupl
 def _draw(axes: Axes, series: dict[str, tuple[list[int], list[float]]]) -> None:
     for color, (name, (x, y)) in zip((BLUE, RED), series.items(), strict=False):
         marker = "o" if len(x) <= 30 else ""
-        axes.plot(_binned(x), _binned(y), color=color, lw=1.6, marker=marker, ms=3, label=name.split("/")[0])
+        axes.plot(
+            binned(x, POINTS), binned(y, POINTS), color=color, lw=1.6, marker=marker, ms=3, label=name.split("/")[0]
+        )
     if len(series) > 1:
         axes.legend(frameon=False, labelcolor=INK)
 
@@ -139,16 +132,16 @@ def _timeline(steps: list[dict[str, Any]]) -> Markup | None:
     timed = [line for line in steps if line.get("time/step") is not None]
     if not timed:
         return None
-    x = _binned([line["step"] for line in timed])
+    x = binned([line["step"] for line in timed], POINTS)
     width = 0.86 * (x[1] - x[0] if len(x) > 1 else 1)
 
     def draw(axes: Axes) -> None:
         bottom = [0.0] * len(x)
         for stage, color in STAGE_COLORS.items():
-            height = _binned([line.get(f"time/{stage}") or 0.0 for line in timed])
+            height = binned([line.get(f"time/{stage}") or 0.0 for line in timed], POINTS)
             axes.bar(x, height, width, bottom, color=color)
             bottom = [low + high for low, high in zip(bottom, height, strict=True)]
-        whole = _binned([line["time/step"] for line in timed])
+        whole = binned([line["time/step"] for line in timed], POINTS)
         axes.bar(x, [max(0.0, w - b) for w, b in zip(whole, bottom, strict=True)], width, bottom, color=LINES)
         axes.set_ylabel("seconds")
 

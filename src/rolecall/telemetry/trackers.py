@@ -6,7 +6,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rolecall.config import Config
 from rolecall.errors import UserError
@@ -51,7 +51,7 @@ class Wandb:
     def __init__(self, run_dir: Path, config: Config):
         import wandb
 
-        self._run = wandb.init(project=PROJECT, name=run_dir.name, dir=str(run_dir), config=config.model_dump())
+        self._run: Any = wandb.init(project=PROJECT, name=run_dir.name, dir=str(run_dir), config=config.model_dump())
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
@@ -60,17 +60,13 @@ class Wandb:
         self._run.finish()
 
 
-class Trackio:
+class Trackio(Wandb):
+    """Its runs answer to wandb's calls."""
+
     def __init__(self, run_dir: Path, config: Config):
         import trackio
 
-        self._run = trackio.init(project=PROJECT, name=run_dir.name, config=config.model_dump())
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+        self._run: Any = trackio.init(project=PROJECT, name=run_dir.name, config=config.model_dump())
 
 
 class MLflow:
