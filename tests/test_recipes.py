@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from rolecall import rewards
 from rolecall.config import Config
 from rolecall.data import load_prompts
+from rolecall.data.functions import load_function
 from rolecall.roles.reward import Reward
 from rolecall.samples import Prompt, Sample
 
@@ -45,7 +46,7 @@ def test_recipe(path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """It loads, may be trained on, says what it is for, and its prompts and reward are there."""
     config = Config.load(path, {"data.max_prompt_tokens": 2000})
     config.check_trainable()
-    rewards.resolve(config.reward.function)
+    load_function(config.reward.function, "reward.function")
     assert path.read_text().startswith("# ") and "model.path" in path.read_text()
     train, heldout, report = load_prompts(config, tokenizer)
     assert heldout and len(train) > config.rollout.prompts

@@ -39,7 +39,7 @@ def settings(tiny_path: Path):
 
 
 def weights(role: Actor | Critic) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in role._trained.module.named_parameters()}
+    return {name: p.detach().clone() for name, p in role.module.named_parameters()}
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 0.0) -> None:
@@ -50,7 +50,7 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 0
 
 def gradients(role: Actor | Critic, samples: list[Sample], **options: Any) -> dict[str, Tensor]:
     """In float64, of one update that stops short of the step."""
-    module, optimizer = role._trained.module, role._trained.optimizer
+    module, optimizer = role.module, role.optimizer
     module.double()
     found: dict[str, Tensor] = {}
 
@@ -130,7 +130,7 @@ def test_no_step_when_nothing_is_left(settings):
     metrics = actor.update([sample(advantages=[0.0] * 3), sample(1, response=[], advantages=[])])
     assert metrics == {"policy/skipped_samples": 2}
     assert_same(before, weights(actor))
-    assert actor._trained.optimizer.steps == 0
+    assert actor.optimizer.steps == 0
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -213,7 +213,7 @@ def test_several_steps_keep_the_old_policy_fixed(settings):
     assert metrics["first/approx_kl"] == pytest.approx(0, abs=1e-9)
     assert metrics["first/ratio_max"] == pytest.approx(1, abs=1e-5)
     assert metrics["policy/approx_kl"] > 1e-6
-    assert actor._trained.optimizer.steps == 4 == actor._trained.optimizer.total
+    assert actor.optimizer.steps == 4 == actor.optimizer.total
 
 
 def test_a_single_step_is_to_the_old_policy_where_it_is_known(settings):
@@ -230,7 +230,7 @@ def test_a_single_step_is_to_the_old_policy_where_it_is_known(settings):
 
 def test_minibatches_are_whole_groups_in_an_order_of_the_seed_and_the_update(settings):
     def split(seed: int, given: list[Sample], updates: int = 0) -> list[list[int]]:
-        trained = Actor(settings(actor={"minibatches": 3}, run={"seed": seed}))._trained
+        trained = Actor(settings(actor={"minibatches": 3}, run={"seed": seed}))
         trained.updates = updates
         parts = [{(s.group_id, s.index) for s in part} for part in trained._minibatches(given)]
         assert set.union(*parts) == {(s.group_id, s.index) for s in given} and sum(map(len, parts)) == len(given)
@@ -246,7 +246,7 @@ def test_minibatches_are_whole_groups_in_an_order_of_the_seed_and_the_update(set
 def test_more_minibatches_than_groups_take_a_step_a_group(settings):
     actor = Actor(settings(actor={"minibatches": 9}))
     actor.update(uneven(groups=2))
-    assert actor._trained.optimizer.steps == 2
+    assert actor.optimizer.steps == 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

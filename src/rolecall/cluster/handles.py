@@ -15,13 +15,12 @@ from rolecall.errors import RunError, UserError
 
 @dataclass
 class Process:
-    """A pool's process. Where it runs (``node``, ``pid``) and Ray's ids are known once it does."""
+    """A pool's process. Where it runs (``node``, ``pid``) and Ray's id of it are known once it does."""
 
     pool: str
     roles: list[str]
     worker: Any  # the Ray actor handle of a Worker
     node: str = "a node that has not answered yet"
-    node_id: str = ""
     actor_id: str = ""
     pid: int = 0
 

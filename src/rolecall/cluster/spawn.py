@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -120,16 +121,10 @@ def _amounts(resources: dict[str, float]) -> str:
 
 def _start(config: Config, group: PlacementGroup, index: int, alone: bool, name: str, roles: list[str]) -> Process:
     bundle = group.bundle_specs[index]
-    worker = (
-        ray.remote(Worker)
-        .options(
-            num_cpus=bundle.get("CPU", 0),
-            num_gpus=bundle.get("GPU", 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-        )
-        .remote(name, config.cluster.pools[name].threads, alone, (os.getcwd(), [os.getcwd(), *filter(None, sys.path)]))
-    )
-    return Process(name, roles, worker)
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    remote: Any = ray.remote(num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), scheduling_strategy=place)
+    driver = os.getcwd(), [os.getcwd(), *filter(None, sys.path)]
+    return Process(name, roles, remote(Worker).remote(name, config.cluster.pools[name].threads, alone, driver))
 
 
 def _build(config: Config, processes: list[Process]) -> Roles:
@@ -137,8 +132,7 @@ def _build(config: Config, processes: list[Process]) -> Roles:
     timeout, advice = config.cluster.timeout, "Look at that node, or raise --cluster.timeout."
     for process in processes:
         place = Future(process.worker.place.remote(), "its start", process, timeout, advice, [])
-        process.node_id, process.actor_id, host, process.pid = place.result()
-        process.node = f"node {host} ({process.node_id[:8]})"
+        process.node, process.actor_id, process.pid = place.result()
     building = []
     for process in processes:
         ref = process.worker.build.remote(config, {role: CLASSES[role] for role in process.roles})

@@ -54,10 +54,11 @@ class Worker:
     def __repr__(self) -> str:
         return f"pool {self.pool}"  # in front of each line that a role prints
 
-    def place(self) -> tuple[str, str, str, int]:
-        """(Ray's id of the node, Ray's id of this actor, host name, process id)."""
+    def place(self) -> tuple[str, str, int]:
+        """(the node in words, Ray's id of this actor, process id)."""
         context = ray.get_runtime_context()
-        return context.get_node_id(), context.get_actor_id() or "", socket.gethostname(), os.getpid()
+        node = f"node {socket.gethostname()} ({context.get_node_id()[:8]})"
+        return node, context.get_actor_id() or "", os.getpid()
 
     def build(self, config: Config, classes: dict[str, str]) -> None:
         """Make the roles in the order given; a Rollout works on the Actor's own model where both live here."""

@@ -45,24 +45,23 @@ def read_rows(path: str, split: str, key: str = "data.path") -> list[Row]:
 def _jsonl(file: Path) -> Iterator[Row]:
     for number, line in enumerate(_text(file).split("\n"), 1):
         if line.strip():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{file}, line {number} is not valid JSON: {error.msg} at column {error.colno}."
-                ) from None
+            yield _parsed(line, file, number)
 
 
 def _json(file: Path) -> list[Row]:
-    try:
-        rows = json.loads(_text(file))
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{file}, line {error.lineno} is not valid JSON: {error.msg} at column {error.colno}."
-        ) from None
+    rows = _parsed(_text(file), file, 1)
     if not isinstance(rows, list):
         raise UserError(f"{file} must hold a JSON list of rows, not a {type(rows).__name__}.")
     return rows
+
+
+def _parsed(text: str, file: Path, first: int) -> Any:
+    """JSON that begins in line ``first`` of the file."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"{file}, line {first + error.lineno - 1}"
+        raise UserError(f"{where} is not valid JSON: {error.msg} at column {error.colno}.") from None
 
 
 def _csv(file: Path) -> Iterator[Row]:

@@ -18,16 +18,15 @@ from rolecall.training.packing import MicroBatch, token_values
 from rolecall.training.trained import Totals, Trained, mean_over_steps
 
 
-class Actor:
+class Actor(Trained):
     """The policy, its optimizer and its objective.
 
     ``loaded`` is the model itself: a rollout engine in the same process generates from these very weights.
     """
 
     def __init__(self, config: Config):
-        self.config = config
-        self.loaded = models.load(config.model, models.device())
-        self._trained = Trained(self.loaded, self.loaded.model, config.actor, config.run, "actor")
+        loaded = models.load(config.model, models.device())
+        super().__init__(config, config.actor, loaded, loaded.model)
 
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
         """Log-probability of each response token under the present weights, at the sampling temperature."""
@@ -58,7 +57,7 @@ class Actor:
             missing = [sample for sample in samples if keep(sample) and not sample.old_logprobs]
             for sample, logprobs in zip(missing, self.logprobs(missing), strict=True):
                 sample.old_logprobs = logprobs
-        steps = self._trained.update(samples, keep, partial(self._loss, beta=beta))
+        steps = self.take_steps(samples, keep, partial(self._loss, beta=beta))
         metrics: dict[str, float] = {"policy/skipped_samples": sum(not keep(sample) for sample in samples)}
         if steps:
             mean = mean_over_steps(steps)
@@ -105,14 +104,7 @@ class Actor:
 
     def peak_memory(self) -> float:
         """Most memory that this process (so all roles of its pool) has held, in GiB."""
-        return models.peak_memory(models.device()) / 2**30
-
-    def save(self, folder: str | Path) -> None:
-        """Write all state into ``folder``; ``load`` continues from it exactly."""
-        self._trained.save(folder)
-
-    def load(self, folder: str | Path) -> None:
-        self._trained.load(folder)
+        return models.peak_memory(self.device) / 2**30
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer as a Hugging Face folder, whole or not at all."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from rolecall.training.packing import MicroBatch
 from rolecall.training.trained import Totals, Trained, mean_over_steps
 
 
-class Critic:
+class Critic(Trained):
     """The policy's architecture and first weights, with a scalar head in place of the output embedding.
 
     A token's value is read from the position that predicts it, so it knows the tokens before, not the token itself.
@@ -26,26 +25,24 @@ class Critic:
     """
 
     def __init__(self, config: Config):
-        self.config = config
         loaded = models.load(config.model, models.device())
         model: Any = loaded.model
-        self._loaded = replace(loaded, model=model.base_model)  # without the output embedding
         self._head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device, dtype=torch.float32)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
         module = nn.ModuleDict({"backbone": model.base_model, "head": self._head})
-        self._trained = Trained(self._loaded, module, config.critic, config.run, "critic")
+        super().__init__(config, config.critic, replace(loaded, model=model.base_model), module)
 
     def values(self, samples: list[Sample]) -> list[list[float]]:
         """The expected return before each response token."""
-        return in_sample_order(samples, self._loaded, self.config.critic.micro_tokens, self._values)
+        return in_sample_order(samples, self.loaded, self.config.critic.micro_tokens, self._values)
 
     def update(self, samples: list[Sample]) -> dict[str, float]:
         """Regress on ``returns``, clipped around ``values``.
 
         ``value/explained_variance`` is of ``values``, as they were before the update.
         """
-        steps = self._trained.update(samples, lambda sample: sample.action_tokens > 0, self._loss)
+        steps = self.take_steps(samples, lambda sample: sample.action_tokens > 0, self._loss)
         if not steps:
             return {}
         mean = mean_over_steps(steps)
@@ -58,7 +55,7 @@ class Critic:
 
     def _values(self, micro: MicroBatch) -> Tensor:
         """(B, T) values."""
-        hidden = response_hidden(self._loaded.model, micro).to(self._head.weight.dtype)
+        hidden = response_hidden(self.loaded.model, micro).to(self._head.weight.dtype)
         return micro.rows(self._head(hidden).squeeze(-1))
 
     def _loss(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
@@ -70,10 +67,3 @@ class Critic:
             clip=self.config.algorithm.value_clip,
             total=totals.tokens,
         )
-
-    def save(self, folder: str | Path) -> None:
-        """Write all state into ``folder``; ``load`` continues from it exactly."""
-        self._trained.save(folder)
-
-    def load(self, folder: str | Path) -> None:
-        self._trained.load(folder)

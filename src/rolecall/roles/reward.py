@@ -7,9 +7,8 @@ import math
 import numbers
 from typing import Any
 
-from rolecall import rewards
 from rolecall.config import Config
-from rolecall.data.functions import describe
+from rolecall.data.functions import describe, load_function
 from rolecall.errors import UserError
 from rolecall.samples import Prompt, Sample
 
@@ -23,7 +22,7 @@ class Reward:
 
     def __init__(self, config: Config):
         self.name = config.reward.function
-        self.function = rewards.resolve(self.name)
+        self.function = load_function(self.name, "reward.function")
 
     def score(self, prompts: list[Prompt], samples: list[Sample]) -> list[float]:
         """One finite value a sample; ``prompts[i]`` belongs to ``samples[i]``.

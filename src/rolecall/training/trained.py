@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rolecall import config as configuration
 from rolecall import models
+from rolecall.config import Config
 from rolecall.models import Loaded
 from rolecall.samples import Sample, by_group
 from rolecall.training import checkpoint
@@ -41,34 +42,33 @@ Loss = Callable[[MicroBatch, Totals], tuple[Tensor, Mapping[str, float | Tensor]
 
 
 class Trained:
-    """A model in training.
+    """A role whose model is in training.
 
     Dropout is never on (the model stays in eval mode): the ratio of a policy to itself must be 1.
 
     Args:
+        config: the run's.
+        settings: the section for this role's optimizer and mini-batches.
         loaded: the model that micro-batches are made for.
         module: what is trained and saved (that model, or its backbone with another head).
-        config: of the optimizer and the mini-batches.
-        run: number of steps and seed.
-        name: "actor" or "critic", for messages.
 
     Raises:
         UserError: gradients and optimizer state do not fit in memory.
     """
 
-    def __init__(
-        self, loaded: Loaded, module: nn.Module, config: configuration.Optimizer, run: configuration.Run, name: str
-    ):
-        self.loaded, self.module, self.config, self.seed = loaded, module, config, run.seed
+    def __init__(self, config: Config, settings: configuration.Optimizer, loaded: Loaded, module: nn.Module):
+        self.config, self.settings, self.loaded, self.module = config, settings, loaded, module
         self.device = next(module.parameters()).device
-        models.check_memory(bytes_to_train(module), f"training the {name} (gradients and Adam)", self.device)
-        self.optimizer = Optimizer(module.parameters(), config, run.steps * config.epochs * config.minibatches)
+        what = f"training the {type(self).__name__.lower()} (gradients and Adam)"
+        models.check_memory(bytes_to_train(module), what, self.device)
+        steps = config.run.steps * settings.epochs * settings.minibatches
+        self.optimizer = Optimizer(module.parameters(), settings, steps)
         self.updates = 0
-        if config.checkpointing:
+        if settings.checkpointing:
             model: Any = loaded.model
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def update(self, samples: list[Sample], keep: Callable[[Sample], bool], loss: Loss) -> list[Metrics]:
+    def take_steps(self, samples: list[Sample], keep: Callable[[Sample], bool], loss: Loss) -> list[Metrics]:
         """``epochs`` passes over the samples, an optimizer step for each of the ``minibatches``.
 
         Args:
@@ -98,16 +98,16 @@ class Trained:
     def _minibatches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
         """Parts of whole groups, split by the seed and the count of updates, whatever the order of the samples."""
         groups = by_group(samples)
-        for epoch in range(self.config.epochs):
+        for epoch in range(self.settings.epochs):
             order = sorted(groups)
-            random.Random(f"{self.seed}/{self.updates}/{epoch}").shuffle(order)
-            for part in range(min(self.config.minibatches, len(order))):
-                yield [sample for group in order[part :: self.config.minibatches] for sample in groups[group]]
+            random.Random(f"{self.config.run.seed}/{self.updates}/{epoch}").shuffle(order)
+            for part in range(min(self.settings.minibatches, len(order))):
+                yield [sample for group in order[part :: self.settings.minibatches] for sample in groups[group]]
 
     def _accumulate(self, samples: list[Sample], totals: Totals, loss: Loss) -> list[Mapping[str, float | Tensor]]:
         """Backward through every micro-batch; their metrics."""
         parts = []
-        budget, packed = self.config.micro_tokens, self.loaded.packed
+        budget, packed = self.settings.micro_tokens, self.loaded.packed
         with self._recomputing():
             for micro in micro_batches(samples, budget, packed=packed, device=self.device):
                 value, metrics = loss(micro, totals)
@@ -128,7 +128,7 @@ class Trained:
                 layer.training = False
 
     def save(self, folder: str | Path) -> None:
-        """Weights (tied ones once), optimizer, counters and random generators."""
+        """Write all state into ``folder``: weights (tied ones once), optimizer, counters and random generators."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         safetensors.torch.save_model(self.module, str(folder / "weights.safetensors"))
