@@ -132,7 +132,7 @@ def test_a_ray_of_its_own_starts_and_ends_with_the_run(tmp_path, monkeypatch):
         assert reward["pid"] not in (actor["pid"], os.getpid())
         assert not reward["torch"]
         assert actor["folder"] == reward["folder"] == str(tmp_path)
-        assert (actor["OMP_WAIT_POLICY"], actor["TOKENIZERS_PARALLELISM"]) == ("PASSIVE", "false")
+        assert (actor["OMP_WAIT_POLICY"], actor["TOKENIZERS_PARALLELISM"]) == ("ACTIVE", "false")
         assert actor["CUDA_VISIBLE_DEVICES"] == ""
         assert actor["OMP_NUM_THREADS"] == "2"
         assert reward["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
