@@ -133,11 +133,13 @@ def test_shared_weights_are_the_actors_own(tiny_path):
     before = rollout.generate([GREEDY])[0].response
     assert before == greedy(actor)
     shift(actor, seed=1)
-    assert rollout.share_weights() == 1
+    rollout.share_weights(1)
+    assert rollout.version == 1
     after = rollout.generate([GREEDY])[0]
     assert after.response == greedy(actor) != before
     assert after.versions == [(0, len(after.response), 1)]
-    assert rollout.share_weights(7) == rollout.version == 7
+    rollout.share_weights(7)
+    assert rollout.version == 7
 
 
 def test_weights_that_are_shared_no_longer_are_noticed(tiny_path):
@@ -146,12 +148,13 @@ def test_weights_that_are_shared_no_longer_are_noticed(tiny_path):
     model = actor.loaded.model
     actor.loaded = replace(actor.loaded, model=models.load(config(tiny_path).model, "cpu").model)
     with pytest.raises(RunError, match="no longer works on the Actor's own parameter"):
-        rollout.share_weights()
+        rollout.share_weights(1)
     actor.loaded = replace(actor.loaded, model=model)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
-    assert rollout.share_weights() == 1  # one model, whatever its parameters are
+    rollout.share_weights(1)  # one model, whatever its parameters are
+    assert rollout.version == 1
     with pytest.raises(RunError, match="must be sent"):
-        Rollout(config(tiny_path)).share_weights()
+        Rollout(config(tiny_path)).share_weights(1)
 
 
 @pytest.fixture
@@ -172,10 +175,12 @@ def test_sent_weights_are_in_place_bit_for_bit(apart):
     actor, rollout = apart
     sent, buckets = exported(actor)
     assert checksum(rollout.loaded.model.named_parameters()) != sent
-    assert rollout.load_weights(sent, *buckets) == 1
+    rollout.load_weights(1, sent, *buckets)
+    assert rollout.version == 1
     assert checksum(rollout.loaded.model.named_parameters()) == sent
     assert rollout.generate([GREEDY])[0].response == greedy(actor)
-    assert rollout.load_weights(sent, *buckets, version=9) == rollout.version == 9
+    rollout.load_weights(9, sent, *buckets)
+    assert rollout.version == 9
 
 
 @pytest.mark.parametrize("fault", ["one flipped bit", "a bucket lost", "a bucket twice", "another Actor's bucket"])
@@ -193,7 +198,7 @@ def test_what_is_not_what_was_sent_is_refused_and_the_old_weights_stay(apart, fa
         shift(actor, seed=3)
         buckets[1] = exported(actor)[1][1]
     with pytest.raises(RunError, match=f"the Actor sent {sent}; the engine keeps version 0"):
-        rollout.load_weights(sent, *buckets)
+        rollout.load_weights(1, sent, *buckets)
     assert checksum(rollout.loaded.model.named_parameters()) == old
     assert rollout.version == 0
 
@@ -205,17 +210,17 @@ def test_weights_of_another_model_are_refused_by_name(apart):
     model.extra = model.model.norm.weight
     del model.model.norm
     with pytest.raises(RunError, match=r"no parameter 'extra'"):
-        rollout.load_weights(*_flat(exported(actor)))
+        rollout.load_weights(1, *_flat(exported(actor)))
     del model.extra
     with pytest.raises(RunError, match=r"model\.norm\.weight"):
-        rollout.load_weights(*_flat(exported(actor)))
+        rollout.load_weights(1, *_flat(exported(actor)))
     assert checksum(rollout.loaded.model.named_parameters()) == old
 
 
 def test_two_types_are_refused_with_the_way_out(tiny_path):
     actor, rollout = Actor(config(tiny_path, "bfloat16")), Rollout(config(tiny_path))
     with pytest.raises(UserError, match=r"torch\.bfloat16, the engine in torch\.float32 .*--model\.dtype"):
-        rollout.load_weights(*_flat(exported(actor)))
+        rollout.load_weights(1, *_flat(exported(actor)))
 
 
 def _flat(parts: tuple[str, list]) -> list:
@@ -238,7 +243,7 @@ def through_sync(tiny_path: Path, **cluster) -> None:
         assert first.response == roles.actor.start(greedy).result()
         for step in (1, 2):
             roles.actor.start(shift, step).result()
-            moved = sync.sync(roles)
+            moved = sync.sync(roles, step)
             after = roles.rollout.generate([GREEDY])[0]
             assert after.response == roles.actor.start(greedy).result()
             assert after.versions == [(0, len(after.response), step)]
@@ -264,7 +269,7 @@ def test_a_failed_sync_names_itself(tiny_path, local_ray):
     with spawn(config(tiny_path, pools=pools)) as roles:
         roles.actor.start(poison).result()
         with pytest.raises(RunError, match=r"no parameter 'extra'"):
-            sync.sync(roles)
+            sync.sync(roles, 1)
 
 
 def poison(actor: Actor) -> None:

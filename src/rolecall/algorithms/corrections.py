@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rolecall.algorithms.kl import LOG_LIMIT
 from rolecall.algorithms.masked import select
-from rolecall.errors import UserError, nearest
+from rolecall.errors import check_known
 
 MODES = ("truncate", "mask", "none")
 LEVELS = ("token", "sequence")
@@ -46,10 +46,8 @@ def importance_correction(
     Returns:
         (B, T) weights for ``policy_loss``, detached, 0 where masked.
     """
-    if mode not in MODES:
-        raise UserError(f"Unknown correction {mode!r}.{nearest(mode, MODES)}")
-    if level not in LEVELS:
-        raise UserError(f"Unknown level {level!r} of the correction.{nearest(level, LEVELS)}")
+    check_known("correction", mode, MODES)
+    check_known("level of the correction", level, LEVELS)
     gap = select(train_logprobs.detach(), mask) - select(rollout_logprobs.detach(), mask)
     if level == "sequence":
         gap = gap.sum(-1, keepdim=True).expand_as(gap)

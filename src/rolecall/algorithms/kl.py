@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rolecall.algorithms.masked import real, select
-from rolecall.errors import RunError, UserError, nearest
+from rolecall.errors import RunError, UserError, check_known
 
 ESTIMATORS = ("k1", "k2", "k3")
 RULES = ("proportional", "double")
@@ -37,8 +37,7 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str = "k2", mask: T
     Returns:
         (B, T), 0 where masked.
     """
-    if estimator not in ESTIMATORS:
-        raise UserError(f"Unknown KL estimator {estimator!r}.{nearest(estimator, ESTIMATORS)}")
+    check_known("KL estimator", estimator, ESTIMATORS)
     mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
     d = select(logprobs, mask) - select(ref_logprobs.detach(), mask)
     if estimator == "k1":
@@ -105,8 +104,7 @@ class AdaptiveKL:
     def __post_init__(self) -> None:
         if not ((self.target is None or self.target > 0) and self.horizon > 0 and self.beta >= 0):
             raise UserError(f"{self}: target and horizon must be above 0 and beta not below.")
-        if self.rule not in RULES:
-            raise UserError(f"Unknown rule {self.rule!r} of the KL controller.{nearest(self.rule, RULES)}")
+        check_known("rule of the KL controller", self.rule, RULES)
 
     def update(self, measured_kl: float, n: int) -> float:
         """The new beta after ``n`` samples with this mean KL; never lower for a higher KL.

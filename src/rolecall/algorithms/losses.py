@@ -8,7 +8,7 @@ from torch import Tensor
 from rolecall.algorithms.kl import LOG_LIMIT
 from rolecall.algorithms.masked import Metrics, floats, masked_mean, select
 from rolecall.algorithms.masked import aggregate as aggregate_tokens
-from rolecall.errors import UserError, nearest
+from rolecall.errors import check_known
 
 KINDS = ("clip", "cispo", "reinforce")
 LEVELS = ("token", "sequence", "sequence-token")
@@ -58,8 +58,7 @@ def policy_loss(
         metrics: loss, clip_fraction, approx_kl (k3 of old to new) add up over micro-batches as the loss does;
             ratio_max is a maximum.
     """
-    if kind not in KINDS:
-        raise UserError(f"Unknown kind {kind!r} of policy loss.{nearest(kind, KINDS)}")
+    check_known("kind of policy loss", kind, KINDS)
     advantages = select(_per_token(advantages.detach(), mask), mask)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask, level)
     ratio = log_ratio.exp()
@@ -136,8 +135,7 @@ def _clipped(free: Tensor, bounded: Tensor, advantages: Tensor, dual_clip: float
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str) -> Tensor:
     """log(pi / pi_old) a token, (B, T); bounded, so that no finite input makes an infinite ratio (and 0 * inf)."""
-    if level not in LEVELS:
-        raise UserError(f"Unknown level {level!r} of the ratio.{nearest(level, LEVELS)}")
+    check_known("level of the ratio", level, LEVELS)
     new = select(logprobs, mask)
     log_ratio = new - select(old_logprobs.detach(), mask)
     if level != "token":

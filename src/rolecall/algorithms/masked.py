@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rolecall.errors import UserError, nearest
+from rolecall.errors import UserError, check_known
 
 Metrics = dict[str, float]
 
@@ -73,8 +73,7 @@ def aggregate(
     """
     if how == "token-mean":
         return masked_mean(x, mask, total)
-    if how not in AGGREGATES:
-        raise UserError(f"Unknown aggregate {how!r}.{nearest(how, AGGREGATES)}")
+    check_known("aggregate", how, AGGREGATES)
     lengths = mask.bool().sum(-1)
     if how == "sequence-mean-token-sum-norm":
         if norm is None or norm <= 0:

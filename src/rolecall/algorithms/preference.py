@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rolecall.algorithms.masked import Metrics, floats, masked_mean, real, select
-from rolecall.errors import UserError, nearest
+from rolecall.errors import UserError, check_known
 
 KINDS = ("sigmoid", "ipo")
 
@@ -67,8 +67,7 @@ def dpo_loss(
         loss: scalar. metrics: loss, accuracy (of the implied rewards; ties count as wrong), chosen_reward and
             rejected_reward (beta times the log-ratio), margin (their difference); they add up over micro-batches.
     """
-    if kind not in KINDS:
-        raise UserError(f"Unknown kind {kind!r} of preference loss.{nearest(kind, KINDS)}")
+    check_known("kind of preference loss", kind, KINDS)
     if not 0 <= label_smoothing < 0.5:
         raise UserError(f"label_smoothing is {label_smoothing}: from 0.5 on the labels would say nothing.")
     if len({x.shape for x in (chosen, rejected, ref_chosen, ref_rejected)}) > 1:

@@ -42,13 +42,11 @@ def first_step(config: Config, groups: list[Group], samples: list[Sample], metri
 
 
 def _groups_complete(config: Config, groups: list[Group], samples: list[Sample]) -> None:
-    size = config.rollout.group_size
-    counts = Counter((sample.group_id, sample.prompt_id) for sample in samples)
-    for group_id, prompt in groups:
-        if (count := counts.pop((group_id, prompt.id), 0)) != size:
-            raise RunError(f"First-step check failed: group {group_id} has {count} samples, expected {size}.")
-    if counts:
-        raise RunError(f"First-step check failed: samples of groups that were not asked for: {sorted(counts)}.")
+    found = Counter((sample.group_id, sample.prompt_id) for sample in samples)
+    asked = {(group_id, prompt.id): config.rollout.group_size for group_id, prompt in groups}
+    for group in found.keys() | asked.keys():
+        if (count := found[group]) != (size := asked.get(group, 0)):
+            raise RunError(f"First-step check failed: group {group} has {count} samples, expected {size}.")
 
 
 def _versions_known(samples: list[Sample]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from rolecall import data, models
 from rolecall.config import Config
 from rolecall.errors import UserError
-from rolecall.loop.stages import Context, requests
+from rolecall.loop.stages import Context, judge, requests
 from rolecall.roles.reward import Reward
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Prompt
@@ -26,18 +26,8 @@ def answers(config: Config, rollout: Any, reward: Any, heldout: list[Prompt]) ->
     """
     groups = [(-1 - index, prompt) for index, prompt in enumerate(heldout)]
     samples = rollout.generate(requests(config, groups, config.run.eval_samples))
-    prompts = dict(groups)
-    rewards = reward.score([prompts[sample.group_id] for sample in samples], samples)
-    return [
-        {
-            "prompt_id": sample.prompt_id,
-            "index": sample.index,
-            "prompt": prompts[sample.group_id].text,
-            "response": sample.text,
-            "reward": value,
-        }
-        for sample, value in zip(samples, rewards, strict=True)
-    ]
+    judge(reward, groups, samples)
+    return telemetry.records(groups, samples)
 
 
 def evaluate(context: Context, heldout: list[Prompt], run_dir: Path, step: int) -> float:

@@ -16,7 +16,7 @@ from rolecall.data.functions import load_function
 from rolecall.errors import UserError
 from rolecall.loop import evaluation, sync
 from rolecall.loop.stages import Context, synchronise
-from rolecall.samples import Prompt, Sample
+from rolecall.samples import Prompt
 from rolecall.telemetry import metrics as telemetry
 from rolecall.telemetry import report, trackers, versions
 from rolecall.telemetry.console import Console
@@ -151,8 +151,7 @@ def _loop(run_dir: Path, state: State, heldout: list[Prompt], log: telemetry.Met
         if heldout and (last or (settings.eval_every and state.step % settings.eval_every == 0)):
             metrics["heldout/accuracy"] = evaluation.evaluate(context, heldout, run_dir, state.step)
         log.step(state.step, metrics)
-        prompts = dict(groups)
-        log.samples(state.step, [_record(sample, prompts[sample.group_id]) for sample in samples[:SAMPLES_LOGGED]])
+        log.samples(state.step, telemetry.records(groups, samples[:SAMPLES_LOGGED]))
         console.step(state.step, metrics)
         if last or state.step % settings.save_every == 0:
             state.save(run_dir)
@@ -183,14 +182,3 @@ def _where_to_start(run_dir: Path, resume: bool) -> Path | None:
     if resume and not run_dir.is_dir():
         raise UserError(f"Nothing to resume: {run_dir} does not exist. Start the run without --resume.")
     return checkpoint.latest(run_dir) if resume else None
-
-
-def _record(sample: Sample, prompt: Prompt) -> dict[str, Any]:
-    return {
-        "prompt": prompt.text,
-        "response": sample.text,
-        "reward": sample.reward,
-        "group_id": sample.group_id,
-        "prompt_id": sample.prompt_id,
-        "finish": sample.finish,
-    }

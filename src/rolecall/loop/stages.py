@@ -50,16 +50,22 @@ def generate(context: Context, groups: list[Group]) -> tuple[list[Sample], Metri
 
 def score(context: Context, groups: list[Group], samples: list[Sample]) -> Metrics:
     """Stage 2: the Reward judges each response."""
-    prompts = dict(groups)
-    rewards = context.roles.reward.score([prompts[sample.group_id] for sample in samples], samples)
-    for sample, reward in zip(samples, rewards, strict=True):
-        sample.reward = reward
+    judge(context.roles.reward, groups, samples)
+    rewards = [sample.reward for sample in samples]
     flat = [len({sample.reward for sample in group}) == 1 for group in by_group(samples).values()]
     return {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
         "reward/flat_groups": statistics.fmean(flat),
     }
+
+
+def judge(reward: Any, groups: list[Group], samples: list[Sample]) -> None:
+    """Write the verdict of the Reward, or of a handle to it, into the samples."""
+    prompts = dict(groups)
+    values = reward.score([prompts[sample.group_id] for sample in samples], samples)
+    for sample, value in zip(samples, values, strict=True):
+        sample.reward = value
 
 
 def reference(context: Context, samples: list[Sample]) -> Metrics:

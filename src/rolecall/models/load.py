@@ -6,7 +6,6 @@ import importlib
 import os
 import re
 import resource
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from rolecall import config as configuration
 from rolecall.errors import UserError, nearest
+from rolecall.files import atomic_folder
 from rolecall.models.attention import why_unsupported
 
 # Each module's make(folder) writes the model.
@@ -82,13 +82,10 @@ def _make_once(name: str) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f"{name}.lock")):
         if not folder.is_dir():
-            new = folder.with_name(f"{name}.new")
-            shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
-            new.mkdir()
-            importlib.import_module(BUILT_IN[name]).make(new)
-            for file in new.iterdir():
-                file.chmod(0o644)
-            new.rename(folder)
+            with atomic_folder(folder) as new:
+                importlib.import_module(BUILT_IN[name]).make(new)
+                for file in new.iterdir():
+                    file.chmod(0o644)
     return folder
 
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import pre_tokenizers
@@ -92,11 +93,10 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
     # transformers 4, and engines built on it, look for rope_theta at the top level and else take 10,000.
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
-    file.write_text(json.dumps(config, indent=2) + "\n")
-    file = folder / "tokenizer_config.json"
-    config = json.loads(file.read_text())
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 5's own name for it is unknown to 4
-    file.write_text(json.dumps(config, indent=2) + "\n")
+    _add(folder / "config.json", rope_theta=fields["rope_parameters"]["rope_theta"])
+    # Its own name for the tokenizer's class is unknown to them.
+    _add(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+
+
+def _add(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields, indent=2) + "\n")

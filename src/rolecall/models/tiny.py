@@ -6,6 +6,7 @@ It learns `rolecall.data.tasks.first_digit` within seconds on one core, by the s
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -23,7 +24,7 @@ CHAT_TEMPLATE = (
 def make(folder: str | Path, seed: int = 0) -> Path:
     """Write a Hugging Face folder (FP32 weights drawn from ``seed``, tokenizer, chat template) and return it."""
     folder = Path(folder)
-    pad, eos, bos = range(3)
+    ids: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
     config = LlamaConfig(
         vocab_size=len(VOCABULARY),
         hidden_size=64,
@@ -34,14 +35,12 @@ def make(folder: str | Path, seed: int = 0) -> Path:
         head_dim=32,
         max_position_embeddings=256,
         tie_word_embeddings=False,
-        pad_token_id=pad,
-        eos_token_id=eos,
-        bos_token_id=bos,
+        **ids,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad, bos_token_id=bos)
+    model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
     return folder

@@ -11,8 +11,8 @@ from torch import Tensor
 from rolecall import models
 from rolecall.algorithms import aggregate, importance_correction, kl, masked_mean, policy_loss
 from rolecall.config import Config
+from rolecall.files import atomic_folder
 from rolecall.samples import Sample
-from rolecall.training.checkpoint import atomic_folder
 from rolecall.training.logprobs import policy_logprobs, sample_logprobs
 from rolecall.training.packing import MicroBatch, token_values
 from rolecall.training.trained import Totals, Trained, mean_over_steps

@@ -36,8 +36,8 @@ class Rollout:
         """All ``n`` samples of every request, in request order, then by ``index``."""
         return self.engine.generate(requests)
 
-    def share_weights(self, version: int | None = None) -> int:
-        """The Actor in this process has been updated: count the version up (or to ``version``) and return it.
+    def share_weights(self, version: int) -> None:
+        """The Actor in this process has been updated: its parameters are ``version`` now.
 
         Raises:
             RunError: the engine does not work on the Actor's own parameters.
@@ -45,11 +45,10 @@ class Rollout:
         if self.actor is None:
             raise RunError("Weight sync: this Rollout shares no process with the Actor; its weights must be sent.")
         check_same_storage(self.actor.loaded.model, self.engine.model)
-        self.engine.version = self.version + 1 if version is None else version
-        return self.version
+        self.engine.version = version
 
-    def load_weights(self, sent: str, *buckets: Bucket, version: int | None = None) -> int:
-        """Take the Actor's weights, all or none, and return their version: ``version``, or one more than the last.
+    def load_weights(self, version: int, sent: str, *buckets: Bucket) -> None:
+        """Take the Actor's weights, all or none, as ``version``.
 
         Args:
             sent: checksum of the weights in the Actor's process.
@@ -67,10 +66,8 @@ class Rollout:
                 f"the engine keeps version {self.version}."
             )
         self._check_types(weights)
-        version = self.version + 1 if version is None else version
         if (loaded := self.engine.load_weights(weights, version)) != sent:
             raise RunError(f"Weight sync: the engine holds weights with checksum {loaded}, the Actor sent {sent}.")
-        return version
 
     def _check_types(self, weights: list[tuple[str, Any]]) -> None:
         own = dict(self.loaded.model.named_parameters())

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 __all__ = ["checksum", "sync"]
 
 
-def sync(roles: Roles, version: int | None = None) -> dict[str, float]:
+def sync(roles: Roles, version: int) -> dict[str, float]:
     """Make the engine generate from the Actor's present weights, and check that it does.
 
     Args:
         roles: Actor and Rollout; whether they share a process decides how the weights travel.
-        version: that the engine's weights get; None: one more than they have.
+        version: that the engine's weights get.
 
     Returns:
         ``sync/version`` and ``sync/bytes`` (moved; 0 where the weights are shared).

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from rolecall.cluster import Handle
 
 
-def sync(actor: Handle, rollout: Handle, version: int | None) -> dict[str, float]:
+def sync(actor: Handle, rollout: Handle, version: int) -> dict[str, float]:
     """See ``rolecall.sync.sync``."""
     sent, buckets = actor.start(describe).result()
     futures = [actor.start(export, entries) for entries in buckets]
-    version = rollout.load_weights(sent, *futures, version=version)
+    rollout.load_weights(version, sent, *futures)
     return {"sync/version": version, "sync/bytes": sum(entry.nbytes for entries in buckets for entry in entries)}
 
 

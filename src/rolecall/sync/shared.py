@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from rolecall.cluster import Handle
 
 
-def sync(actor: Handle, rollout: Handle, version: int | None) -> dict[str, float]:
+def sync(actor: Handle, rollout: Handle, version: int) -> dict[str, float]:
     """See ``rolecall.sync.sync``."""
-    return {"sync/version": rollout.share_weights(version), "sync/bytes": 0}
+    rollout.share_weights(version)
+    return {"sync/version": version, "sync/bytes": 0}
 
 
 def check_same_storage(actor: nn.Module, engine: nn.Module) -> None:

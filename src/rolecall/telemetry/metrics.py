@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import time
 from collections import defaultdict
@@ -15,6 +14,8 @@ from typing import Any
 
 from rolecall.config import Config
 from rolecall.errors import UserError
+from rolecall.files import atomic_write
+from rolecall.samples import Prompt, Sample
 from rolecall.telemetry import trackers
 
 METRICS, SAMPLES, EVAL = "metrics.jsonl", "samples.jsonl", "eval.jsonl"
@@ -70,12 +71,29 @@ class MetricsLog:
             tracker.log(step, finite)
 
     def samples(self, step: int, records: Iterable[dict[str, Any]]) -> None:
-        """Log samples: prompt, response, reward, group_id, prompt_id and finish each."""
+        """Log samples, as ``records`` gives them."""
         append(self._dir / SAMPLES, [{"step": step} | record for record in records])
 
     def close(self) -> None:
         for tracker in self._trackers:
             tracker.close()
+
+
+def records(groups: list[tuple[int, Prompt]], samples: list[Sample]) -> list[dict[str, Any]]:
+    """What the logs keep of samples; ``groups``: the prompt of each group id."""
+    prompts = dict(groups)
+    return [
+        {
+            "prompt": prompts[sample.group_id].text,
+            "response": sample.text,
+            "reward": sample.reward,
+            "prompt_id": sample.prompt_id,
+            "group_id": sample.group_id,
+            "index": sample.index,
+            "finish": sample.finish,
+        }
+        for sample in samples
+    ]
 
 
 def append(path: Path, records: list[dict[str, Any]]) -> None:
@@ -107,17 +125,7 @@ def truncate(run_dir: Path, step: int) -> None:
     """Drop the lines of steps after ``step`` from all logs (-1: all lines), each file at once or not at all."""
     for path in (run_dir / name for name in (METRICS, SAMPLES, EVAL)):
         if path.exists():
-            write_whole(path, "".join(json.dumps(record) + "\n" for record in read(path) if record["step"] <= step))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file at once or not at all."""
-    new = path.with_suffix(".new")
-    with open(new, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+            atomic_write(path, "".join(json.dumps(record) + "\n" for record in read(path) if record["step"] <= step))
 
 
 def binned(values: Sequence[float], most: int) -> list[float]:

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from rolecall.errors import UserError
+from rolecall.files import atomic_write
 from rolecall.telemetry import metrics as logs
 from rolecall.telemetry.metrics import STAGE_COLORS, binned
 
@@ -51,13 +52,10 @@ def write(run_dir: str | Path) -> Path:
         UserError: no such folder, or no metrics in it.
     """
     run_dir = Path(run_dir)
-    if not run_dir.is_dir():
-        raise UserError(
-            f"There is no run in {str(run_dir)!r}: the folder does not exist. Runs are in runs/ by default."
-        )
     if not (run_dir / logs.METRICS).exists():
         raise UserError(
-            f"{run_dir} holds no {logs.METRICS}: it is not the folder of a run, or no step has finished yet."
+            f"There is no run in {str(run_dir)!r}: it holds no {logs.METRICS}. The folder is another one (runs are in "
+            "runs/ by default), or no step has finished yet."
         )
     steps = logs.read(run_dir / logs.METRICS)
     heldout = logs.heldout_accuracy(run_dir)
@@ -77,7 +75,7 @@ def write(run_dir: str | Path) -> Path:
         versions=json.loads(versions.read_text()) if versions.exists() else {},
     )
     path = run_dir / "report.html"
-    logs.write_whole(path, page)
+    atomic_write(path, page)
     return path
 
 

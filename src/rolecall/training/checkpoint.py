@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-
-@contextmanager
-def atomic_folder(target: str | Path) -> Iterator[Path]:
-    """A folder to write into that becomes ``target`` (replacing it) when the block ends without an error.
-
-    Until then it is a hidden sibling. After a crash ``target`` is the old one, the new one or absent, never half.
-    """
-    target = Path(target)
-    new, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
-    _remove(new, old)
-    new.mkdir(parents=True)
-    try:
-        yield new
-        for path in [*new.rglob("*"), new]:
-            _fsync(path)
-        if target.exists():
-            target.rename(old)
-        new.rename(target)
-        _fsync(target.parent)
-    finally:
-        _remove(new, old)
+from rolecall.files import atomic_folder, remove
 
 
 def writing(run_dir: str | Path, step: int) -> AbstractContextManager[Path]:
@@ -56,7 +33,7 @@ def latest(run_dir: str | Path) -> Path | None:
 
 def prune(run_dir: str | Path, keep: int) -> None:
     """Remove all but the newest ``keep`` (at least 1) checkpoints, and what crashed writes left behind."""
-    _remove(*list(checkpoints(run_dir).values())[:-keep], *Path(run_dir).glob("checkpoints/.step-*"))
+    remove(*list(checkpoints(run_dir).values())[:-keep], *Path(run_dir).glob("checkpoints/.step-*"))
 
 
 def rng_state() -> dict[str, Any]:
@@ -78,17 +55,3 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if len(state["cuda"]) == torch.cuda.device_count() > 0:
         torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def _remove(*folders: Path) -> None:
-    for folder in folders:
-        if folder.exists():
-            shutil.rmtree(folder)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
