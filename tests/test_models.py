@@ -170,10 +170,15 @@ def test_weights_that_are_broken_or_missing(tiny_path: Path, tmp_path: Path) -> 
         load(Model(path=str(folder)), "cpu")
 
 
-def test_weight_bytes_are_known_before_loading(tiny: Loaded) -> None:
-    config = tiny.model.config
-    assert loading.weight_bytes(config, torch.float32) == 4 * 100_672
-    assert loading.weight_bytes(config, torch.bfloat16) == 2 * 100_672
+def test_parameters_are_counted_before_loading(tiny: Loaded) -> None:
+    assert loading.count_parameters(tiny.model.config) == 100_672
+
+
+def test_auto_is_float32_but_for_large_models_on_a_gpu() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    chosen = [loading._dtype("auto", device, size) for device in (cpu, gpu) for size in (135_000_000, 494_000_000)]
+    assert chosen == [torch.float32, torch.float32, torch.float32, torch.bfloat16]
+    assert loading._dtype("bfloat16", gpu, 135_000_000) == torch.bfloat16
 
 
 def test_too_little_memory_is_said_before_loading(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

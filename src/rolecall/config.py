@@ -27,7 +27,8 @@ class Model(Section):
         description="Folder or hub id of a Hugging Face causal model, or a built-in: smollm2-135m-instruct, tiny",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Of the weights that compute (masters are FP32); auto: bfloat16 on a GPU, float32 on a CPU"
+        "auto",
+        description="Of the weights that compute (masters are FP32); auto: bfloat16 on a GPU from 0.3B parameters on",
     )
     chat_template: str | None = Field(None, description="Jinja file that replaces the model's own chat template")
 

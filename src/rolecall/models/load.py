@@ -26,6 +26,7 @@ from rolecall.models.attention import why_unsupported
 
 # Each module's make(folder) writes the model.
 BUILT_IN = {"smollm2-135m-instruct": "rolecall.models.smollm2", "tiny": "rolecall.models.tiny"}
+SMALL = 300_000_000  # parameters of a model that "auto" computes in float32 on a GPU, too
 LAYOUT = "1"  # of the cache; counted up when a built-in model is made differently
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -98,11 +99,12 @@ def load(config: configuration.Model, device: torch.device | str) -> Loaded:
     """
     device = torch.device(device)
     path = resolve(config.path)
-    dtype = _dtype(config.dtype, device)
     architecture = _pretrained(AutoConfig, config.path)
     _check_causal(architecture, config.path)
     tokenizer = load_tokenizer(config)
-    check_memory(weight_bytes(architecture, dtype), f"the weights of {config.path}", device)
+    parameters = count_parameters(architecture)
+    dtype = _dtype(config.dtype, device, parameters)
+    check_memory(parameters * dtype.itemsize, f"the weights of {config.path}", device)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -147,11 +149,11 @@ def _pretrained(kind: Any, path: str) -> Any:
         raise UserError(f"model.path: {path!r} cannot be loaded: {_short(error)} {_choices(path)}") from error
 
 
-def weight_bytes(architecture: Any, dtype: torch.dtype) -> int:
-    """Bytes of a model's parameters, from its configuration alone (tied ones counted once)."""
+def count_parameters(architecture: Any) -> int:
+    """A model's parameters, from its configuration alone (tied ones counted once)."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(architecture)
-    return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def check_memory(needed_bytes: int, what: str, device: torch.device | str) -> None:
@@ -192,9 +194,10 @@ def free_memory(device: torch.device) -> int:
     return max(left, 0)
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def _dtype(name: str, device: torch.device, parameters: int) -> torch.dtype:
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        # A small model gains little from bfloat16 and learns more slowly in it, its updates being rounded away.
+        return torch.bfloat16 if device.type == "cuda" and parameters > SMALL else torch.float32
     return getattr(torch, name)
 
 
