@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from rolecall.errors import RunError, UserError
+from rolecall.errors import RunError, UserError, check_known
 
 app = typer.Typer(
     help="Distributed RL post-training: PPO and GRPO for language models, from one laptop to a cluster.",
@@ -84,10 +84,14 @@ def bench(
     name: Annotated[str, typer.Argument(help="demo, learning or rollout")],
     out: Annotated[Path, typer.Option(help="Folder for NAME.md and results/NAME.json")] = Path("benchmarks"),
 ) -> None:
-    """Run one benchmark side by side with what it is compared to, and write its table."""
-    from rolecall.bench import run
+    """Run one benchmark side by side with what it is compared to, and write its table. (In a clone of the project.)"""
+    from rolecall.data.functions import load_function
 
-    run(name, out)
+    known = [file.stem for file in Path("benchmarks").glob("[!_]*.py")]
+    if not known:
+        raise UserError("Benchmarks run in a clone of the project: there is no benchmarks/ with any in this folder.")
+    check_known("benchmark", name, known)
+    load_function(f"benchmarks.{name}:run", "NAME")(out)
 
 
 @app.command()

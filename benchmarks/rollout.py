@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import torch
 
-from rolecall import bench, models
+from benchmarks import write
+from rolecall import models
 from rolecall.config import Config
 from rolecall.data import load_prompts
 from rolecall.engines.native.engine import NativeEngine
@@ -27,7 +28,7 @@ SYSTEMS = ("native", "generate")
 MODES = ("task", "forced")
 
 
-def run(model_path: str, out: Path) -> dict[str, Any]:
+def run(out: Path, model_path: str = "smollm2-135m-instruct") -> dict[str, Any]:
     """Measure and write ``rollout-cpu.json`` and ``rollout-cpu.md`` (``rollout-cuda`` on a GPU) under ``out``.
 
     Tokens are those of responses up to their end; ``ratio_vs_generate`` is of medians, by mode.
@@ -61,7 +62,7 @@ def run(model_path: str, out: Path) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "rows": rows,
     }
-    bench.write(f"rollout-{loaded.model.device.type}", result, _table(result), out, "rolecall bench rollout")
+    write(f"rollout-{loaded.model.device.type}", result, _table(result), out, "rolecall bench rollout")
     return result
 
 
@@ -114,7 +115,7 @@ def _generator(system: str, mode: str, loaded: Loaded, prompts: list[Prompt]) ->
 
 def _peak_elsewhere(model_path: str, system: str) -> float:
     """MB by which one system's peak memory grows over the loaded model, in a process of its own."""
-    command = [sys.executable, "-m", "rolecall.bench.rollout", model_path, system]
+    command = [sys.executable, "-m", "benchmarks.rollout", model_path, system]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1])
 

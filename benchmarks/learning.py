@@ -10,19 +10,21 @@ from typing import Any
 
 import matplotlib
 
-from rolecall import bench
+from benchmarks import write
 from rolecall.config import Config
-from rolecall.errors import UserError
 from rolecall.loop.run import train
 
 SEEDS = (0, 1, 2)
 RECIPES = Path("recipes")
 
 
-def run(name: str, recipes: list[str], out: Path) -> dict[str, Any]:
+def run(out: Path) -> dict[str, Any]:
+    """Write ``learning.json``, ``learning.md`` and ``learning.svg`` under ``out``."""
+    return train_all("learning", ["grpo-tiny", "ppo-tiny", "ppo-arithmetic"], out)
+
+
+def train_all(name: str, recipes: list[str], out: Path) -> dict[str, Any]:
     """Train each recipe with each seed and write ``NAME.json``, ``NAME.md`` and ``NAME.svg`` under ``out``."""
-    if not RECIPES.is_dir():
-        raise UserError("This benchmark trains the recipes: run it in a clone of the project, where recipes/ is.")
     rows = [_train(recipe, seed) for recipe in recipes for seed in SEEDS]
     result: dict[str, Any] = {"cores": len(os.sched_getaffinity(0))}
     if len(recipes) == 1:
@@ -30,7 +32,7 @@ def run(name: str, recipes: list[str], out: Path) -> dict[str, Any]:
     else:
         result["recipes"] = {recipe: [row for row in rows if row["recipe"] == recipe] for recipe in recipes}
     _plot(rows, out / f"{name}.svg")
-    bench.write(name, result, _table(rows) + f"\n\n![training reward by step]({name}.svg)", out)
+    write(name, result, _table(rows) + f"\n\n![training reward by step]({name}.svg)", out)
     return result
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks, each beside what it is compared to: ``rolecall bench NAME``."""
+"""Benchmarks beside what they are compared to. ``rolecall bench NAME`` calls ``run(out)`` of the file NAME.py here."""
 
 from __future__ import annotations
 
@@ -7,28 +7,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rolecall.errors import UserError, nearest
 from rolecall.telemetry.versions import collect
-
-NAMES = ("demo", "learning", "rollout")
-
-
-def run(name: str, out: Path) -> dict[str, Any]:
-    """Run one benchmark and write its table and figures under ``out``.
-
-    Raises:
-        UserError: no benchmark of that name.
-    """
-    if name not in NAMES:
-        raise UserError(f"There is no benchmark {name!r}.{nearest(name, NAMES)}")
-    if name == "rollout":
-        from rolecall.bench import rollout
-
-        return rollout.run("smollm2-135m-instruct", out)
-    from rolecall.bench import learning
-
-    recipes = ["grpo-arithmetic"] if name == "demo" else ["grpo-tiny", "ppo-tiny", "ppo-arithmetic"]
-    return learning.run(name, recipes, out)
 
 
 def write(name: str, result: dict[str, Any], table: str, out: Path, command: str | None = None) -> None:
