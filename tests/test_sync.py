@@ -19,7 +19,7 @@ from rolecall.roles.actor import Actor
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Request, Sampling
 from rolecall.sync import checksum, host
-from rolecall.sync.buckets import ALIGNMENT, pack, plan, unpack
+from rolecall.sync.buckets import ALIGNMENT, pack, plan
 
 PROMPT = [2, 3, 7, 11, 4]
 GREEDY = Request(0, "p", PROMPT, 1, 0, Sampling(max_tokens=8, temperature=0.0))
@@ -40,7 +40,7 @@ def weights(draw) -> dict[str, torch.Tensor]:
 @given(weights(), st.integers(1, 20_000))
 def test_buckets_carry_every_tensor_exactly(tensors, limit):
     buckets = [pack(tensors, entries) for entries in plan(tensors.items(), limit)]
-    arrived = list(unpack(buckets))
+    arrived = [pair for bucket in buckets for pair in bucket.tensors()]
     assert [name for name, _ in arrived] == list(tensors)
     for name, tensor in arrived:
         assert (tensor.dtype, tensor.shape) == (tensors[name].dtype, tensors[name].shape)

@@ -57,10 +57,7 @@ def _prompts(data: Data, path: str, split: str, key: str, tokenizer: Any) -> tup
     rows = read_rows(path, split, key)
     conversations = [_messages(data, row, f"row {number} of {path}") for number, row in enumerate(rows, 1)]
     try:
-        rendered = [
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            for messages in conversations
-        ]
+        rendered = tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
     except jinja2.TemplateError as error:
         raise UserError(f"The model's chat template refuses a prompt of {path}: {error}") from error
     tokens = tokenizer(rendered, add_special_tokens=False)["input_ids"]  # the template wrote the special ones

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,12 +12,11 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from rolecall.engines.native.sampling import Batch, draw
 from rolecall.engines.sequence import Endings, Sequence
-from rolecall.engines.weights import load_weights
-from rolecall.models import Loaded
+from rolecall.engines.weights import LocalEngine
 from rolecall.samples import Request, Sample
 
 
-class TransformersEngine:
+class TransformersEngine(LocalEngine):
     """Generates through ``model.generate``, ``max_sequences`` prompts at a time, padded on the left.
 
     Tokens are drawn by the native engine's sampler from generate's raw logits, so seeds, log-probabilities and
@@ -25,13 +24,6 @@ class TransformersEngine:
     """
 
     kind = "transformers"
-
-    def __init__(self, loaded: Loaded, max_sequences: int):
-        self.model: Any = loaded.model
-        self.tokenizer = loaded.tokenizer
-        self.max_sequences = max_sequences
-        self.version = 0
-        self.endings = Endings(loaded.model, loaded.tokenizer)
 
     @torch.no_grad()
     def generate(self, requests: list[Request]) -> list[Sample]:
@@ -46,25 +38,18 @@ class TransformersEngine:
             self._run(sequences[start : start + self.max_sequences])
         return [sequence.sample(self.tokenizer, self.version) for sequence in sequences]
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Write every parameter, all or nothing, and return the checksum of what is now in place."""
-        checksum = load_weights(self.model, weights)
-        self.version = version
-        return checksum
-
     def _run(self, rows: list[Sequence]) -> None:
         width = max(len(row.request.prompt) for row in rows)
         padding = [width - len(row.request.prompt) for row in rows]
         tokens = [[0] * pad + row.request.prompt for pad, row in zip(padding, rows, strict=True)]
         mask = [[0] * pad + [1] * (width - pad) for pad in padding]
         sampler = _Sampler(rows, self.endings, self.model.device)
+        settings = GenerationConfig(do_sample=False, max_new_tokens=max(row.limit for row in rows), pad_token_id=0)
         with _no_generation_defaults(self.model):
             self.model.generate(
                 input_ids=torch.tensor(tokens, device=self.model.device),
                 attention_mask=torch.tensor(mask, device=self.model.device),
-                generation_config=GenerationConfig(
-                    do_sample=False, max_new_tokens=max(row.limit for row in rows), pad_token_id=0
-                ),
+                generation_config=settings,
                 logits_processor=[sampler],
                 stopping_criteria=[_AllFinished(rows)],
             )

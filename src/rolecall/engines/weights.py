@@ -1,14 +1,34 @@
-"""New weights into a model in this process."""
+"""Engines on a model in this process, and new weights into it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rolecall.engines.sequence import Endings
 from rolecall.errors import RunError
+from rolecall.models import Loaded
 from rolecall.sync import checksum
+
+
+class LocalEngine:
+    """What the engines share that work on the parameters of a model in this process."""
+
+    def __init__(self, loaded: Loaded, max_sequences: int):
+        self.model: Any = loaded.model
+        self.tokenizer = loaded.tokenizer
+        self.max_sequences = max_sequences
+        self.version = 0
+        self.endings = Endings(loaded.model, loaded.tokenizer)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """Write every parameter, all or nothing, and return the checksum of what is now in place."""
+        checksum = load_weights(self.model, weights)
+        self.version = version
+        return checksum
 
 
 @torch.no_grad()

@@ -61,8 +61,8 @@ class Actor(Trained):
         metrics: dict[str, float] = {"policy/skipped_samples": sum(not keep(sample) for sample in samples)}
         if steps:
             mean = mean_over_steps(steps)
-            for name in ("loss", "clip_fraction", "approx_kl", "entropy", "grad_norm", "lr"):
-                metrics[f"policy/{name}"] = mean[name]
+            names = ("loss", "clip_fraction", "approx_kl", "entropy", "grad_norm", "lr")
+            metrics |= {f"policy/{name}": mean[name] for name in names}
             metrics |= {name: mean[name] for name in mean if "/" in name}
             metrics |= {f"first/{name}": steps[0][name] for name in ("approx_kl", "ratio_max", "tokens", "skipped")}
         return metrics

@@ -13,7 +13,7 @@ from rolecall.algorithms import explained_variance, value_loss
 from rolecall.config import Config
 from rolecall.samples import Sample
 from rolecall.training.logprobs import in_sample_order, response_hidden
-from rolecall.training.packing import MicroBatch
+from rolecall.training.packing import MicroBatch, per_token
 from rolecall.training.trained import Totals, Trained, mean_over_steps
 
 
@@ -47,10 +47,7 @@ class Critic(Trained):
             return {}
         mean = mean_over_steps(steps)
         metrics = {f"value/{name}": mean[name] for name in ("loss", "clip_fraction", "grad_norm", "lr")}
-        values, returns, mask = (
-            torch.tensor([x for sample in samples for x in getattr(sample, field)])
-            for field in ("values", "returns", "response_mask")
-        )
+        values, returns, mask = (per_token(samples, name) for name in ("values", "returns", "response_mask"))
         return metrics | {"value/explained_variance": explained_variance(values, returns, mask)}
 
     def _values(self, micro: MicroBatch) -> Tensor:

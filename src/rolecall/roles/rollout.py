@@ -9,7 +9,7 @@ from rolecall.config import Config
 from rolecall.errors import RunError, UserError
 from rolecall.roles.actor import Actor
 from rolecall.samples import Request, Sample
-from rolecall.sync.buckets import Bucket, checksum, unpack
+from rolecall.sync.buckets import Bucket, checksum
 from rolecall.sync.shared import check_same_storage
 
 
@@ -59,7 +59,7 @@ class Rollout:
                 then), or what the engine holds afterwards is something else.
             UserError: Actor and engine compute in different types.
         """
-        weights = list(unpack(buckets))
+        weights = [pair for bucket in buckets for pair in bucket.tensors()]
         if (arrived := checksum(weights)) != sent:
             raise RunError(
                 f"Weight sync: {len(weights)} tensors arrived with checksum {arrived}, the Actor sent {sent}; "

@@ -6,7 +6,6 @@ import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -70,11 +69,6 @@ def pack(weights: dict[str, Tensor], entries: tuple[Entry, ...]) -> Bucket:
     for name, place in bucket.tensors():
         place.copy_(weights[name].detach())
     return bucket
-
-
-def unpack(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of all buckets, as views."""
-    return chain.from_iterable(bucket.tensors() for bucket in buckets)
 
 
 @torch.no_grad()

@@ -123,9 +123,8 @@ class Console:
 
     def _render(self) -> Group:
         config = self._config
-        title = Table.grid(
-            Column(ratio=1, no_wrap=True), Column(justify="right", style="dim", no_wrap=True), expand=True
-        )
+        folder = Column(justify="right", style="dim", no_wrap=True)
+        title = Table.grid(Column(ratio=1, no_wrap=True), folder, expand=True)
         what = Text.assemble(("Rolecall", "bold"), f"  {config.algorithm.name.upper()}, {Path(config.model.path).name}")
         title.add_row(what, Text(config.run.dir))
         parts: list[Any] = ["", title, ""]

@@ -82,16 +82,10 @@ class MetricsLog:
 def records(groups: list[tuple[int, Prompt]], samples: list[Sample]) -> list[dict[str, Any]]:
     """What the logs keep of samples; ``groups``: the prompt of each group id."""
     prompts = dict(groups)
+    kept = ("reward", "prompt_id", "group_id", "index", "finish")
     return [
-        {
-            "prompt": prompts[sample.group_id].text,
-            "response": sample.text,
-            "reward": sample.reward,
-            "prompt_id": sample.prompt_id,
-            "group_id": sample.group_id,
-            "index": sample.index,
-            "finish": sample.finish,
-        }
+        {"prompt": prompts[sample.group_id].text, "response": sample.text}
+        | {name: getattr(sample, name) for name in kept}
         for sample in samples
     ]
 

@@ -76,9 +76,8 @@ class MLflow:
         self._mlflow = mlflow
         mlflow.set_experiment(PROJECT)
         mlflow.start_run(run_name=run_dir.name)
-        mlflow.log_params(
-            {f"{name}.{key}": value for name, section in config.model_dump().items() for key, value in section.items()}
-        )
+        sections = config.model_dump().items()
+        mlflow.log_params({f"{name}.{key}": value for name, section in sections for key, value in section.items()})
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._mlflow.log_metrics(metrics, step=step)
@@ -111,5 +110,4 @@ def check_installed(names: Sequence[str]) -> None:
 
 def start(names: Sequence[str], run_dir: Path, config: Config) -> list[Tracker]:
     """Open the named trackers."""
-    check_installed(names)
     return [TRACKERS[name](run_dir, config) for name in names]

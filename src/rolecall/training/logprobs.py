@@ -41,12 +41,9 @@ def token_logprobs(
         vocabulary = head(hidden[:1]).shape[-1]
     size = max(1, limit // vocabulary)
     recompute = len(targets) > size and torch.is_grad_enabled()
-    parts = []
-    for part, target in zip(hidden.split(size), targets.split(size), strict=True):
-        if recompute:
-            parts.append(checkpoint(_chunk, part, head, target, temperature, use_reentrant=False))
-        else:
-            parts.append(_chunk(part, head, target, temperature))
+    chunk = partial(checkpoint, _chunk, use_reentrant=False) if recompute else _chunk
+    chunks = zip(hidden.split(size), targets.split(size), strict=True)
+    parts = [chunk(part, head, target, temperature) for part, target in chunks]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 

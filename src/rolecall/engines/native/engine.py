@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rolecall.engines.native.cache import Cache, Decode, Prefill
 from rolecall.engines.native.sampling import Batch, draw
-from rolecall.engines.sequence import Endings, Sequence
-from rolecall.engines.weights import load_weights
+from rolecall.engines.sequence import Sequence
+from rolecall.engines.weights import LocalEngine
 from rolecall.models import Loaded
 from rolecall.models.attention import hidden_states
 from rolecall.models.head import logits
@@ -21,7 +19,7 @@ from rolecall.samples import Request, Sample
 PREFILL_TOKENS = 4096  # prompt tokens in one forward pass (a longer prompt goes alone)
 
 
-class NativeEngine:
+class NativeEngine(LocalEngine):
     """Generates with the model in ``loaded``; keeps no copy of its weights and nothing computed from older ones.
 
     A group's prompt is computed once, what all prompts that enter together begin with too, and keys and values are
@@ -33,11 +31,7 @@ class NativeEngine:
     kind = "native"
 
     def __init__(self, loaded: Loaded, max_sequences: int):
-        self.model: Any = loaded.model
-        self.tokenizer = loaded.tokenizer
-        self.max_sequences = max_sequences
-        self.version = 0
-        self.endings = Endings(loaded.model, loaded.tokenizer)
+        super().__init__(loaded, max_sequences)
         self.cache = Cache()
 
     # Not inference_mode: a module may keep a tensor it makes here (rotary caches), and the Actor trains on this model.
@@ -69,12 +63,6 @@ class NativeEngine:
                 self._drop_finished(rows)
                 batch = None
         return [sequence.sample(self.tokenizer, self.version) for sequence in sequences]
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Write every parameter, all or nothing, and return the checksum of what is now in place."""
-        checksum = load_weights(self.model, weights)
-        self.version = version
-        return checksum
 
     def _parts(self, sequences: list[Sequence]) -> list[list[Sequence]]:
         """What enters together: a group, or as much of it as there are slots."""
