@@ -1,0 +1,13 @@
+"""Does the demo's task learn by PPO, too? Its recipe with three seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.learning import train_all
+
+
+def run(out: Path) -> dict[str, Any]:
+    """Write ``ppo.json``, ``ppo.md`` and ``ppo.svg`` under ``out``."""
+    return train_all("ppo", ["ppo-arithmetic"], out)
