@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from rolecall.config import Config
 from rolecall.errors import RunError, UserError, check_known
 
 app = typer.Typer(
@@ -33,7 +34,6 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its newest checkpoint")] = False,
 ) -> None:
     """Train as FILE says; any field is overridden by [bold]--section.key value[/bold] (docs/configuration.md)."""
-    from rolecall.config import Config
     from rolecall.loop.run import train as run
 
     run(Config.load(file, context.args), resume=resume)
@@ -42,7 +42,6 @@ def train(
 @app.command(context_settings=OVERRIDES)
 def demo(context: typer.Context) -> None:
     """Teach a 135M chat model one-digit addition by GRPO, in minutes, on whatever is here. Takes overrides, too."""
-    from rolecall.config import Config
     from rolecall.loop.run import train as run
 
     with resources.as_file(resources.files("rolecall") / "demo.toml") as file:
@@ -59,7 +58,6 @@ def evaluate(
     model: Annotated[str, typer.Option(help="Folder or hub id to evaluate instead of the file's model")] = "",
 ) -> None:
     """Score a model on the held-out prompts of FILE."""
-    from rolecall.config import Config
     from rolecall.loop.evaluation import accuracy, evaluate_model
 
     config = Config.load(file, context.args)
@@ -106,12 +104,9 @@ def main() -> None:
     """Entry point: turns the errors that users are meant to read into one message and an exit code."""
     try:
         app()
-    except UserError as error:
+    except (UserError, RunError) as error:
         _complain(str(error))
-        sys.exit(2)
-    except RunError as error:
-        _complain(str(error))
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         _complain("Stopped. The run continues from its newest checkpoint with --resume.")
         sys.exit(130)

@@ -15,10 +15,8 @@ def take_step(context: Context, groups: list[Group], step: int) -> tuple[list[Sa
         The samples as the update saw them, and the step's metrics.
     """
     clock = Stages()
-    metrics: Metrics = {}
     with clock("generate"):
-        samples, found = stages.generate(context, groups)
-        metrics |= found
+        samples, metrics = stages.generate(context, groups)
     with clock("score"):
         metrics |= stages.score(context, groups, samples)
     with clock("reference"):
