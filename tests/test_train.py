@@ -89,14 +89,14 @@ def test_own_data_and_own_reward_without_touching_the_package(tmp_path, tiny_pat
 
 def test_a_killed_run_resumes_to_the_same_result(tmp_path):
     """SIGKILL at a random step; the resumed run draws the same prompts and ends with the same metrics and weights."""
-    steps = 8
-    options = ["--run.steps", steps, "--run.save_every", 2, "--rollout.prompts", 2, "--rollout.group_size", 4]
+    steps = 24
+    options = ["--run.steps", steps, "--run.save_every", 3, "--rollout.prompts", 2, "--rollout.group_size", 4]
     options += ["--data.holdout", 2]
     recipe = RECIPES / "ppo-tiny.toml"  # PPO: Critic and KL controller are part of what must come back
     subprocess.run(command("train", recipe, "--run.dir", tmp_path / "whole", *options), check=True, timeout=300)
 
     killed = tmp_path / "killed"
-    kill_after = random.randint(1, steps - 2)
+    kill_after = random.randint(1, steps // 2)
     process = subprocess.Popen(command("train", recipe, "--run.dir", killed, *options))
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and len(read(killed / "metrics.jsonl")) < kill_after:
