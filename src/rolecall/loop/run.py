@@ -75,13 +75,9 @@ class State:
         with checkpoint.writing(run_dir, self.step) as folder:
             for name in self._trained:
                 getattr(self.context.roles, name).save(str(folder / name))
-            state = {
-                "step": self.step,
-                "sampler": self.sampler.state(),
-                "kl_beta": self.context.kl.beta,
-                "versions": versions.collect(),
-            }
+            state = {"step": self.step, "sampler": self.sampler.state(), "kl_beta": self.context.kl.beta}
             (folder / "state.json").write_text(json.dumps(state, indent=2))
+            shutil.copy(run_dir / "versions.json", folder)
         checkpoint.prune(run_dir, self.context.config.run.keep)
 
     def load(self, folder: Path) -> None:
