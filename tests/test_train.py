@@ -143,3 +143,14 @@ def test_the_real_model_runs_and_moves(tmp_path, recipe):
     assert 0.02 < run.metrics[0]["reward/mean"] < 0.5
     assert run.metrics[0]["mismatch/mean"] < 1e-3
     assert run.metrics[-1]["policy/grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["grpo-svamp", "ppo-gsm8k"])
+def test_word_problem_recipes_run(tmp_path, recipe):
+    """With a model too small to learn them, so only that every stage works on them."""
+    small = {"model.path": "smollm2-135m-instruct", "data.eval_path": "", "data.holdout": 1, "run.eval_samples": 1}
+    small |= {"rollout.prompts": 1, "rollout.group_size": 4, "rollout.max_tokens": 16, "run.steps": 1}
+    run = rolecall.train(Config.load(RECIPES / f"{recipe}.toml", small | {"run.dir": str(tmp_path / "run")}))
+    assert 0 <= run.metrics[0]["reward/mean"] <= 1
+    assert list(run.heldout) == [0, 1]
