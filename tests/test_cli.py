@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -51,6 +52,7 @@ def recipe(tmp_path, tiny_path):
         (("--reward.function", "rolecall.rewards:last_numbr"), "last_numbr"),
         (("--reward.function", "nowhere.py:score"), "nowhere.py"),
         (("--resume",), "Nothing to resume"),
+        (("--algorithm.kl_target", 0.1), "set algorithm.kl_beta too"),
     ],
 )
 def test_mistakes_of_the_user(tmp_path, recipe, override, says):
@@ -91,6 +93,21 @@ def test_a_finished_run_is_not_overwritten(tmp_path, recipe):
     evaluated = rolecall("eval", recipe, "--model", run / "model")
     assert evaluated.returncode == 0, evaluated.stderr
     assert "accuracy" in evaluated.stdout
+
+
+def test_a_folder_takes_one_run_at_a_time(tmp_path, recipe):
+    command = [sys.executable, "-m", "rolecall", "train", str(recipe), "--run.dir", str(tmp_path / "run")]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    time.sleep(3)
+    second = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert sorted([first.wait(240), second.returncode]) == [0, 2]
+
+
+def test_a_run_needs_a_folder(tmp_path, recipe):
+    (tmp_path / "file").touch()
+    done = rolecall("train", recipe, "--run.dir", tmp_path / "file")
+    assert done.returncode == 2
+    assert "is no folder that can be written to" in done.stderr
 
 
 def test_help_lists_every_command():

@@ -34,6 +34,9 @@ def test_there_are_few_fields():
         ({"algorithm": {"name": "gpo"}}, "algorithm.name = 'gpo': Input should be 'grpo' or 'ppo'."),
         ({"rollout": {"top_p": 0}}, "rollout.top_p = 0: Input should be greater than 0."),
         ({"rollout": {"min_tokens": 9, "max_tokens": 8}}, "rollout.min_tokens is 9, over max_tokens 8"),
+        ({"algorithm": {"kl_target": 0.1}}, "algorithm.kl_target adapts kl_beta by factors, and it is 0"),
+        ({"rollout": {"stop": ["x", ""]}}, "rollout.stop holds an empty string"),
+        ({"actor": {"lr": float("inf")}}, "actor.lr = inf: Input should be a finite number."),
         ({"algorithm": {"kl_in": "reward"}}, "algorithm.kl_in = 'reward' needs algorithm.name = 'ppo'"),
         ({"cluster": {"pools": {"a": {"roles": ["actor"]}}}}, "cluster.pools places no rollout, reward"),
         ({"cluster": {"pools": {"a": {"roles": ["actor", "actor", "rollout", "reward"]}}}}, "places actor more than"),
@@ -93,6 +96,12 @@ def test_a_file_that_is_not_there_or_not_toml(tmp_path):
     (tmp_path / "bad.toml").write_text("[rollout\n")
     with pytest.raises(UserError, match="not valid TOML"):
         Config.load(tmp_path / "bad.toml")
+    (tmp_path / "bad.toml").write_bytes("[data]\nsystem = 'é'".encode("latin-1"))
+    with pytest.raises(UserError, match="not valid TOML"):
+        Config.load(tmp_path / "bad.toml")
+    (tmp_path / "bad.toml").write_text('model = "tiny"\n')
+    with pytest.raises(UserError, match="model = 'tiny' stands outside a section"):
+        Config.load(tmp_path / "bad.toml")
 
 
 @pytest.mark.parametrize("arguments", [["--rollout.max_tokens"], ["rollout.max_tokens", "1"], ["--steps", "1"]])
@@ -103,5 +112,7 @@ def test_overrides_that_cannot_be_read(arguments):
 
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.lists(st.text(st.characters(exclude_categories=["Cs"]))))
 def test_toml_round_trip(system, stop):
-    config = Config(data={"system": system}, rollout={"stop": stop}, algorithm={"name": "ppo", "kl_beta": 0.3})
+    pools = {'a "b" c': {"roles": ["actor", "rollout", "reference", "critic", "reward"]}}
+    sections = {"data": {"system": system}, "rollout": {"stop": [text for text in stop if text]}}
+    config = Config(**sections, algorithm={"name": "ppo", "kl_beta": 0.3}, cluster={"pools": pools})
     assert Config(**tomllib.loads(config.to_toml())) == config

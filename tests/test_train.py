@@ -122,6 +122,14 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path):
     assert read(tmp_path / "whole" / "eval.jsonl") == read(killed / "eval.jsonl")
 
 
+def test_what_may_change_on_resume_takes_effect_and_the_algorithm_may_not(tmp_path):
+    rolecall.train(tiny_config(tmp_path / "run", algorithm__watch_kl=True))
+    weighed = tiny_config(tmp_path / "run", run__steps=4, algorithm__kl_beta=0.5)
+    assert rolecall.train(weighed, resume=True).metrics[-1]["kl_beta"] == 0.5
+    with pytest.raises(rolecall.UserError, match="was trained by grpo"):
+        rolecall.train(tiny_config(tmp_path / "run", "ppo-tiny", run__steps=5), resume=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["grpo-tiny", "ppo-tiny"])
 def test_learns_the_first_digit_from_random_weights(tmp_path, recipe):

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from rolecall.config import Config
+from rolecall.config import Config, parse_overrides
 from rolecall.errors import RunError, UserError, check_known
 
 app = typer.Typer(
@@ -46,7 +46,7 @@ def demo(context: typer.Context) -> None:
 
     with resources.as_file(resources.files("rolecall") / "demo.toml") as file:
         config = Config.load(file, context.args)
-    if "--run.dir" not in context.args:
+    if "run.dir" not in parse_overrides(context.args):
         config.run.dir = str(_unused(Path("runs/demo")))
     run(config)
 

@@ -16,7 +16,7 @@ ROLES: tuple[str, ...] = get_args(Role)
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False)
 
 
 class Model(Section):
@@ -200,8 +200,11 @@ class Config(Section):
             raise UserError(f"Configuration file {str(path)!r} does not exist. Examples are in recipes/.")
         try:
             raw = tomllib.loads(file.read_text())
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not valid TOML: {error}") from None
+        for name, section in raw.items():
+            if not isinstance(section, dict):
+                raise UserError(f"{path}: {name} = {section!r} stands outside a section; those are written [{name}].")
         _anchor(raw, file.parent)
         given = overrides if isinstance(overrides, dict) else parse_overrides(overrides or [])
         for key, value in given.items():
@@ -214,6 +217,10 @@ class Config(Section):
         algorithm, rollout = self.algorithm, self.rollout
         if algorithm.kl_in == "reward" and algorithm.name == "grpo":
             raise ValueError("algorithm.kl_in = 'reward' needs algorithm.name = 'ppo'; GRPO takes its KL in the loss")
+        if algorithm.kl_target is not None and self.kl_beta == 0:
+            raise ValueError("algorithm.kl_target adapts kl_beta by factors, and it is 0; set algorithm.kl_beta too")
+        if "" in rollout.stop:
+            raise ValueError("rollout.stop holds an empty string, which would end every response at its first token")
         placed = [role for pool in self.cluster.pools.values() for role in pool.roles]
         if twice := sorted({role for role in placed if placed.count(role) > 1}):
             raise ValueError(f"cluster.pools places {', '.join(twice)} more than once; each role lives in one pool")
@@ -279,7 +286,11 @@ class Config(Section):
             pools = section.pop("pools", {})
             lines += [f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in section.items()), ""]
             for pool, fields in pools.items():
-                lines += [f"[{name}.pools.{pool}]", *(f"{key} = {toml_value(v)}" for key, v in fields.items()), ""]
+                lines += [
+                    f"[{name}.pools.{toml_value(pool)}]",
+                    *(f"{key} = {toml_value(v)}" for key, v in fields.items()),
+                    "",
+                ]
         return "\n".join(lines)
 
 

@@ -51,7 +51,7 @@ def _load_file(source: str, key: str) -> ModuleType:
     sys.modules[spec.name] = module  # where dataclasses and pickle look for it
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{key}: importing {source} failed: {describe(error, str(file))}") from error
     return module
 
@@ -60,7 +60,7 @@ def _load_module(source: str, key: str) -> ModuleType:
     _importable(os.getcwd())
     try:
         return importlib.import_module(source)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"{key}: importing the module {source!r} failed: {describe(error)}. "
             "A file is named by its path instead: path/to/file.py:function."

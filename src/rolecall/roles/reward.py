@@ -34,7 +34,7 @@ class Reward:
             return []
         try:
             values = self._call(prompts, samples)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(self._blame(prompts, samples, error)) from error
         return self._checked(values, prompts, samples)
 
@@ -58,13 +58,13 @@ class Reward:
                 )
         return [float(value) for value in values]
 
-    def _blame(self, prompts: list[Prompt], samples: list[Sample], error: Exception) -> str:
+    def _blame(self, prompts: list[Prompt], samples: list[Sample], error: BaseException) -> str:
         """The original error with its line, and the first sample that raises alone."""
         what = f"The reward {self.name} raised {describe(error, _file(self.function))}"
         for prompt, sample in zip(prompts, samples, strict=True):
             try:
                 self._call([prompt], [sample])
-            except Exception:
+            except (Exception, SystemExit):
                 return f"{what}, for {_shown(prompt, sample)}."
         return f"{what}, for all {len(samples)} samples together, though for none alone."
 
