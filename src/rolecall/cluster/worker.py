@@ -40,10 +40,10 @@ class Worker:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ |= {  # before anything imports torch; Ray has set OMP_NUM_THREADS to the CPUs it reserved
             "OMP_NUM_THREADS": str(threads or cores),
-            # Waiting threads that spin make one pool 30 % faster, and pools that share cores far slower.
-            "OMP_WAIT_POLICY": "ACTIVE" if alone else "PASSIVE",
             "TOKENIZERS_PARALLELISM": "false",
         }
+        if not alone:  # by default waiting threads spin for a moment: 30 % faster for one pool, slower for several
+            os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         if not ray.get_gpu_ids():  # a pool without a GPU computes on the CPU, also where Ray leaves the GPUs visible
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         folder, path = driver

@@ -15,8 +15,13 @@ from rolecall.samples import Sample
 MISMATCH_LIMIT = 0.06
 
 
-def first_step(config: Config, groups: list[Group], samples: list[Sample], metrics: Metrics) -> None:
+def first_step(
+    config: Config, groups: list[Group], samples: list[Sample], metrics: Metrics, *, untrained: bool
+) -> None:
     """Stop a run whose first step shows that a part disagrees with another.
+
+    Args:
+        untrained: the Actor generated with the weights that it started from, which are the Reference's.
 
     Raises:
         RunError: with the two things compared and their values.
@@ -27,6 +32,7 @@ def first_step(config: Config, groups: list[Group], samples: list[Sample], metri
     weighed = None  # tokens that the loss weighs; with several mini-batches the first is only a part of them
     if config.actor.minibatches == 1 and "first/tokens" in metrics:
         weighed = metrics["first/tokens"] + metrics["first/skipped"]
+    start_gap = _start_gap(samples) if untrained else None
     # A single optimizer step takes its own forward pass as the old policy; several share one that may round otherwise.
     exact = config.actor.epochs * config.actor.minibatches == 1
     kl_limit, ratio_limit = (1e-6, 1e-6) if exact else (1e-3, 1.0)
@@ -34,7 +40,7 @@ def first_step(config: Config, groups: list[Group], samples: list[Sample], metri
         ("KL(policy, old policy) before the first update", metrics.get("first/approx_kl"), 0.0, kl_limit),
         ("largest ratio policy / old policy before it", metrics.get("first/ratio_max"), 1.0, ratio_limit),
         ("mean |Actor - engine| log-probability", metrics.get("mismatch/mean"), 0.0, MISMATCH_LIMIT),
-        ("mean |engine - Reference| log-probability at the start", _start_gap(samples), 0.0, MISMATCH_LIMIT),
+        ("mean |engine - Reference| log-probability at the start", start_gap, 0.0, MISMATCH_LIMIT),
         ("action tokens that the loss weighs", weighed, action_tokens, 0.0),
     ):
         if found is not None and not abs(found - wanted) <= limit:

@@ -19,11 +19,15 @@ Metrics = dict[str, float]
 
 @dataclass
 class Context:
-    """What the stages work with: the configuration, handles to the roles, and the KL controller."""
+    """What the stages work with: the configuration, handles to the roles, the KL controller.
+
+    ``checked``: this process has compared the parts with each other in a first step.
+    """
 
     config: Config
     roles: Any
     kl: algorithms.AdaptiveKL
+    checked: bool = False
 
 
 def requests(config: Config, groups: list[Group], n: int) -> list[Request]:

@@ -28,8 +28,9 @@ def take_step(context: Context, groups: list[Group], step: int) -> tuple[list[Sa
     with clock("sync"):
         metrics |= stages.synchronise(context, step)
 
-    if step == 1:
-        checks.first_step(context.config, groups, samples, metrics)
+    if not context.checked:
+        checks.first_step(context.config, groups, samples, metrics, untrained=step == 1)
+        context.checked = "first/tokens" in metrics  # a step that moves nothing, all groups being flat, tells little
     metrics = {name: value for name, value in metrics.items() if not name.startswith("first/")}
     if "kl" in metrics:
         metrics["kl_beta"] = context.kl.beta

@@ -116,6 +116,10 @@ def load(config: configuration.Model, device: torch.device | str) -> Loaded:
             "they would be random. Check that the folder is complete."
         )
     model = model.to(device).eval()
+    for module in model.modules():  # dropout would make a policy differ from itself; some read these outside eval mode
+        for name, value in list(vars(module).items()):
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
     return Loaded(model, tokenizer, why_unsupported(model))
 
 
