@@ -133,7 +133,7 @@ def test_what_may_change_on_resume_takes_effect_and_the_algorithm_may_not(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["grpo-tiny", "ppo-tiny"])
 def test_learns_the_first_digit_from_random_weights(tmp_path, recipe):
-    """From about .05 to .7 at least (three seeds: benchmarks/learning.md); a wrong sign, shift or sync leaves it there."""
+    """From about .05 to .7 at least (seeds: benchmarks/learning.md); a wrong sign, shift or sync leaves it there."""
     run = rolecall.train(Config.load(RECIPES / f"{recipe}.toml", {"run.dir": str(tmp_path / "run")}))
     rewards = [line["reward/mean"] for line in run.metrics]
     assert sum(rewards[:3]) / 3 < 0.3
