@@ -2,7 +2,8 @@
 
 transformers lets a model call any registered attention function and hands it the keyword arguments of the forward
 call. Ours takes a ``layout``, an object that knows how the tokens of this call are arranged: packed sequences here
-(training), prompts and rows of a KV cache in the native engine (prefill and decoding). The model code stays transformers' own.
+(training), prompts and rows of a KV cache in the native engine (prefill and decoding). The model code stays
+transformers' own.
 """
 
 from __future__ import annotations
