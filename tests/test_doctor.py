@@ -35,11 +35,11 @@ def test_engines_without_an_adapter_are_not_called_usable(monkeypatch):
 
 def test_every_extra_is_there_or_has_its_command():
     checks = by_name(doctor.doctor())
-    extras = {"demo": "gguf", "math": "math-verify"} | {
+    extras = {"gguf": "demo", "accelerate": "demo", "math-verify": "math"} | {
         name: name for name in ("datasets", "tensorboard", "wandb", "trackio", "mlflow")
     }
-    assert {f"Extras/{package}" for package in extras.values()} == {name for name in checks if "Extras/" in name}
-    for extra, package in extras.items():
+    assert {f"Extras/{package}" for package in extras} == {name for name in checks if "Extras/" in name}
+    for package, extra in extras.items():
         check = checks[f"Extras/{package}"]
         assert check.status == "ok" or check.fix == f"pip install 'rolecall[{extra}]'"
 

@@ -149,7 +149,7 @@ def test_the_real_model_runs_and_moves(tmp_path, recipe):
     run = rolecall.train(Config.load(RECIPES / f"{recipe}.toml", overrides))
     assert len(run.metrics) == 4
     assert 0.02 < run.metrics[0]["reward/mean"] < 0.5
-    assert run.metrics[0]["mismatch/mean"] < 1e-3
+    assert run.metrics[-1]["mismatch/mean"] < 1e-3  # PPO's first steps train the Critic alone
     assert run.metrics[-1]["policy/grad_norm"] > 0
 
 
