@@ -189,6 +189,25 @@ def test_a_saved_optimizer_continues_bit_for_bit(dtype, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
 
 
+def test_a_resumed_optimizer_goes_by_the_new_configuration():
+    """Moments of the gradients 1 and 0: m is 0.1 then 0.5 x 0.1, v is 0.001 then 0.9 x 0.001, and the weight decays."""
+    weight = nn.Parameter(torch.ones(1, 1))
+    first = Optimizer([weight], config.Optimizer(betas=(0.9, 0.999), weight_decay=0.0), total=2)
+    weight.sum().backward()
+    first.step()
+    with torch.no_grad():
+        weight.fill_(1.0)
+    settings = config.Optimizer(lr=0.1, betas=(0.5, 0.9), weight_decay=0.5)
+    second = Optimizer([weight], settings, total=2)
+    second.load_state_dict(first.state_dict())
+    (0 * weight.sum()).backward()
+    second.step()
+    (moments,) = second.state_dict()["adam"]["state"].values()
+    assert (moments["exp_avg"].item(), moments["exp_avg_sq"].item()) == pytest.approx((0.05, 0.0009), rel=1e-5)
+    corrected = 0.05 / (1 - 0.5**2), math.sqrt(0.0009 / (1 - 0.9**2))
+    assert weight.item() == pytest.approx(1 - 0.1 * 0.5 - 0.1 * corrected[0] / corrected[1])
+
+
 # Checkpoints. ------------------------------------------------------------------------------------------------------
 
 

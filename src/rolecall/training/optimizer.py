@@ -83,7 +83,8 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._adam.load_state_dict(state["adam"])
+        """Continue from ``state_dict``, under this configuration: betas and weight decay may be others than then."""
+        self._adam.load_state_dict(state["adam"] | {"param_groups": self._adam.state_dict()["param_groups"]})
         for (_, master), saved in zip(self._mastered(), state["masters"], strict=True):
             master.copy_(saved)
         self.steps = state["steps"]
