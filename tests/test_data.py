@@ -53,8 +53,11 @@ def test_text_survives_as_written(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\ufeff\n" + json.dumps(odd[0], ensure_ascii=False) + "\r\n\n", encoding="utf-8")
     assert read_rows(str(file), "train") == odd
-    (tmp_path / "rows.csv").write_text('prompt,answer\n"two\nlines, one row",1\n')
-    assert read_rows(str(tmp_path / "rows.csv"), "train") == [{"prompt": "two\nlines, one row", "answer": "1"}]
+    cells = ["two\nlines, one row", "a\u2028b\u2029c\u0085d\fe", "\x1c"]
+    written = "prompt,answer\n" + "".join(f'"{cell}",1\n' for cell in cells) + "a\u2028b,1\n"
+    (tmp_path / "rows.csv").write_text(written, encoding="utf-8")
+    read = read_rows(str(tmp_path / "rows.csv"), "train")
+    assert read == [{"prompt": cell, "answer": "1"} for cell in (*cells, "a\u2028b")]
 
 
 def test_functions_yield_rows(tmp_path: Path) -> None:

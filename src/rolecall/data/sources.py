@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +66,7 @@ def _parsed(text: str, file: Path, first: int) -> Any:
 
 
 def _csv(file: Path) -> Iterator[Row]:
-    reader = csv.DictReader(_text(file).splitlines(keepends=True))
+    reader = csv.DictReader(io.StringIO(_text(file)))
     for row in reader:
         if None in row or None in row.values():
             raise UserError(
