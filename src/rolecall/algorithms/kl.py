@@ -44,7 +44,8 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str = "k2", mask: T
         return d
     if estimator == "k2":
         return 0.5 * d.square()
-    return torch.exp((-d).clamp(max=LOG_LIMIT)) - 1 + d
+    # expm1: near 0, where most tokens are, exp(-d) - 1 is nothing but rounding, of either sign.
+    return torch.expm1((-d).clamp(max=LOG_LIMIT)) + d
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -61,9 +62,9 @@ def full_kl(logits: Tensor, ref_logits: Tensor, *, mask: Tensor | None = None) -
     """
     logp = _log_softmax(logits, mask)
     gap = logp - _log_softmax(ref_logits.detach(), mask)
-    # An impossible token adds nothing, while 0 * (-inf - -inf) would be NaN.
-    possible = logp > -torch.inf
-    return (logp.exp() * torch.where(possible, gap, 0.0)).sum(-1)
+    # A token that is impossible, or so unlikely that p is 0 in this type, adds nothing, while 0 * inf would be NaN.
+    p = logp.exp()
+    return (p * torch.where(p > 0, gap, 0.0)).sum(-1)
 
 
 def entropy(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:

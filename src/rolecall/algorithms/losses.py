@@ -33,15 +33,15 @@ def policy_loss(
     """Minus the aggregate of w_t J_t, with rho = pi / pi_old and clip(x) = min(max(x, 1 - clip_low), 1 + clip_high).
 
     * kind "clip": J = min(rho A, clip(rho) A), PPO (1707.06347, eq. 7) with the separate bounds of DAPO (2503.14476,
-      eq. 10). With ``dual_clip`` c > 1, J = max(J, c A) where A < 0 (1912.09729): a bad token that the policy has made
-      much *more* likely no longer outweighs the batch.
+      eq. 10). With ``dual_clip`` c > 1, J = max(J, c A) where A < 0 (1912.09729, eq. 5): a bad token that the policy has
+      made much *more* likely no longer outweighs the batch.
     * kind "cispo": J = stop(clip(rho)) A log pi (MiniMax-M1, 2506.13585, eq. 4 and 5): the weight is bounded, yet every
       token keeps its gradient. The paper bounds it from above only: clip_low 1.
     * kind "reinforce": J = A log pi (Williams, 1992). No ratio: for samples of the policy itself.
 
     * level "token": rho_t is the token's own.
     * level "sequence": rho_t is the geometric mean over its sequence's tokens, GSPO (2507.18071, eq. 7). Its bounds
-      are about 3e-4 and 4e-4 in the paper, and its aggregate is sequence-mean-token-mean.
+      are 3e-4 and 4e-4 in the paper (section 5.1), and its aggregate is sequence-mean-token-mean.
     * level "sequence-token": the same value with the gradient of the token's own log pi, GSPO-token (eq. 14), for
       advantages that differ within a sequence.
 
@@ -76,7 +76,7 @@ def policy_loss(
     with torch.no_grad():
         mean = "token-mean" if aggregate == "token-mean" else "sequence-mean-token-mean"  # fractions need no norm
         clip_fraction = aggregate_tokens(clipped, mask, mean, total=total)
-        approx_kl = aggregate_tokens(ratio - 1 - log_ratio, mask, mean, total=total)
+        approx_kl = aggregate_tokens(torch.expm1(log_ratio) - log_ratio, mask, mean, total=total)
         ratio_max = select(ratio, mask).amax() if mask.numel() else ratio.sum()
     return loss, floats(loss=loss, clip_fraction=clip_fraction, approx_kl=approx_kl, ratio_max=ratio_max)
 
@@ -141,7 +141,7 @@ def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, level: str)
     if level != "token":
         mean = log_ratio.sum(-1, keepdim=True) / mask.bool().sum(-1, keepdim=True).clamp(min=1)
         # In the token form the value is the sequence's and the gradient the token's own.
-        log_ratio = mean.expand_as(new) if level == "sequence" else mean.detach() + new - new.detach()
+        log_ratio = mean.expand_as(new) if level == "sequence" else mean.detach() + (new - new.detach())
     return log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT)
 
 

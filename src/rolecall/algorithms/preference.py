@@ -17,7 +17,7 @@ def reward_model_loss(
 ) -> tuple[Tensor, Metrics]:
     """Bradley-Terry: -log sigmoid(r_chosen - r_rejected - margin).
 
-    InstructGPT, 2203.02155, eq. 1; the margin is Llama 2's, 2307.09288, eq. 2.
+    InstructGPT, 2203.02155, eq. 1; the margin is that of Llama 2's reward models, 2307.09288.
 
     Args:
         chosen, rejected: (N,) scores of a pair's responses. margin: (N,) or one number, larger for clearer preferences.
