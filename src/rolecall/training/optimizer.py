@@ -22,11 +22,15 @@ class Optimizer:
     Args:
         parameters: of the model; those that require no gradient are left alone.
         config: learning rate, betas, clipping, schedule.
-        total: optimizer steps of the whole run, which the schedule spans.
+        total: optimizer steps planned for the whole run, which the schedule spans.
+
+    Attributes:
+        steps: that were taken; warm-up counts them.
+        skipped: planned steps that had nothing to learn from; the schedule counts them, too, and so ends with the run.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: configuration.Optimizer, total: int):
-        self.config, self.total, self.steps = config, total, 0
+        self.config, self.total, self.steps, self.skipped = config, total, 0, 0
         self._weights = [parameter for parameter in parameters if parameter.requires_grad]
         self._masters = [_master(weight) for weight in self._weights]
         decayed = [master for master in self._masters if master.ndim > 1]  # neither norms nor biases
@@ -40,10 +44,10 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """Learning rate of the next step: linear warm-up, then constant, or falling to 0 at the end of the run."""
-        warmup, step = self.config.warmup_steps, self.steps
-        if step < warmup:
-            return self.config.lr * (step + 1) / warmup
-        done = min(1.0, (step - warmup) / max(1, self.total - warmup))
+        warmup = self.config.warmup_steps
+        if self.steps < warmup:
+            return self.config.lr * (self.steps + 1) / warmup
+        done = min(1.0, (self.steps + self.skipped - warmup) / max(1, self.total - warmup))
         fall = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}
         return self.config.lr * fall[self.config.schedule]
 
@@ -79,7 +83,8 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs besides the weights; masters only where they are not the weights themselves."""
         masters = [master for _, master in self._mastered()]
-        return {"adam": self._adam.state_dict(), "masters": masters, "steps": self.steps}
+        counts = {"steps": self.steps, "skipped": self.skipped}
+        return {"adam": self._adam.state_dict(), "masters": masters} | counts
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -87,7 +92,7 @@ class Optimizer:
         self._adam.load_state_dict(state["adam"] | {"param_groups": self._adam.state_dict()["param_groups"]})
         for (_, master), saved in zip(self._mastered(), state["masters"], strict=True):
             master.copy_(saved)
-        self.steps = state["steps"]
+        self.steps, self.skipped = state["steps"], state["skipped"]
 
     def _mastered(self) -> list[tuple[nn.Parameter, Tensor]]:
         pairs = zip(self._weights, self._masters, strict=True)

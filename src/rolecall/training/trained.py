@@ -61,8 +61,7 @@ class Trained:
         self.device = next(module.parameters()).device
         what = f"training the {type(self).__name__.lower()} (gradients and Adam)"
         models.check_memory(bytes_to_train(module), what, self.device)
-        steps = config.run.steps * settings.epochs * settings.minibatches
-        self.optimizer = Optimizer(module.parameters(), settings, steps)
+        self.optimizer = Optimizer(module.parameters(), settings, _planned_steps(config, settings))
         self.updates = 0
         if settings.checkpointing:
             model: Any = loaded.model
@@ -86,7 +85,9 @@ class Trained:
         steps = []
         for batch in self._minibatches(samples):
             kept = [sample for sample in batch if keep(sample)]
-            if kept:
+            if not kept:
+                self.optimizer.skipped += 1
+            else:
                 counts = [sample.action_tokens for sample in batch]
                 totals = Totals(sum(counts), sum(n > 0 for n in counts), sum(sample.action_tokens for sample in kept))
                 metrics = combine(self._accumulate(kept, totals, loss))
@@ -146,6 +147,13 @@ class Trained:
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
         checkpoint.set_rng_state(state["rng"])
+
+
+def _planned_steps(config: Config, settings: configuration.Optimizer) -> int:
+    """Optimizer steps in the whole run, of the Critic, or of the Actor, which may have to wait for it at first."""
+    waits = config.critic.warmup_only if "critic" in config.roles and settings is not config.critic else 0
+    minibatches = min(settings.minibatches, config.rollout.prompts)  # groups are not split
+    return max(config.run.steps - waits, 0) * settings.epochs * minibatches
 
 
 def combine(parts: Sequence[Mapping[str, float | Tensor]], weights: Sequence[float] | None = None) -> Metrics:
