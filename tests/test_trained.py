@@ -1,4 +1,4 @@
-"""What every trained role shares: the length of its schedule."""
+"""What every trained role shares: the length of its schedule, and a model without dropout."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    PretrainedConfig,
+)
 
 from rolecall.config import Config
 from rolecall.roles.actor import Actor
@@ -69,3 +79,43 @@ def test_a_step_with_nothing_to_learn_counts_in_the_schedule_and_not_in_the_warm
     first.save(tmp_path)
     resumed.load(tmp_path)
     assert first.optimizer.lr == resumed.optimizer.lr == pytest.approx(0.6 * (1 - 2 / 6))
+
+
+# Dropout. ----------------------------------------------------------------------------------------------------------
+
+SHAPE = {"vocab_size": 16, "max_position_embeddings": 64, "num_attention_heads": 2, "hidden_size": 16}
+WITH_DROPOUT = {  # by a function in the attention, by modules, and by a function in the layer itself
+    "llama": LlamaConfig(**SHAPE, num_hidden_layers=2, intermediate_size=32, attention_dropout=0.5),
+    "gpt2": GPT2Config(**SHAPE, num_hidden_layers=2, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5),
+    "opt": OPTConfig(
+        **SHAPE, num_hidden_layers=2, ffn_dim=32, word_embed_proj_dim=16, dropout=0.5, attention_dropout=0.5
+    ),
+}
+
+
+@pytest.fixture(params=WITH_DROPOUT.values(), ids=WITH_DROPOUT.keys())
+def with_dropout(request: pytest.FixtureRequest, tiny_path: Path, tmp_path: Path) -> Path:
+    """A folder with a model whose own training mode is random."""
+    configuration: PretrainedConfig = request.param
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(configuration)
+    model.train()
+    tokens = torch.tensor([[6, 7, 8]])
+    assert not torch.equal(model(input_ids=tokens).logits, model(input_ids=tokens).logits)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_path).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def gradients(actor: Actor) -> dict[str, Tensor]:
+    """Of one update, which stops short of the step."""
+    actor.optimizer.step = lambda: {"grad_norm": 0.0, "lr": 0.0}  # type: ignore[method-assign]
+    actor.update(uneven())
+    return {name: parameter.grad for name, parameter in actor.module.named_parameters()}
+
+
+def test_activation_checkpointing_leaves_dropout_off(with_dropout):
+    plain = gradients(Actor(settings(with_dropout)))
+    recomputed = gradients(Actor(settings(with_dropout, actor={"checkpointing": True})))
+    assert max(gradient.abs().max() for gradient in plain.values()) > 1e-3
+    torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
