@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import runpy
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from rolecall.config import Config, parse_overrides
+from rolecall.config import PRESETS, Config, parse_overrides
 from rolecall.errors import UserError
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -31,13 +33,16 @@ def test_there_are_few_fields():
         ({"rollout": {"temperatur": 1}}, "Unknown configuration key 'rollout.temperatur'. Did you mean 'temperature'?"),
         ({"rolout": {}}, "Unknown configuration key 'rolout'. Did you mean 'rollout'?"),
         ({"rollout": {"xyz": 1}}, "Known: engine, group_size"),
-        ({"algorithm": {"name": "gpo"}}, "algorithm.name = 'gpo': Input should be 'grpo' or 'ppo'."),
+        ({"algorithm": {"name": "gpo"}}, "algorithm.name = 'gpo': Input should be 'grpo', 'dr-grpo', 'dapo'"),
         ({"rollout": {"top_p": 0}}, "rollout.top_p = 0: Input should be greater than 0."),
         ({"rollout": {"min_tokens": 9, "max_tokens": 8}}, "rollout.min_tokens is 9, over max_tokens 8"),
         ({"algorithm": {"kl_target": 0.1}}, "algorithm.kl_target adapts kl_beta by factors, and it is 0"),
         ({"rollout": {"stop": ["x", ""]}}, "rollout.stop holds an empty string"),
         ({"actor": {"lr": float("inf")}}, "actor.lr = inf: Input should be a finite number."),
-        ({"algorithm": {"kl_in": "reward"}}, "algorithm.kl_in = 'reward' needs algorithm.name = 'ppo'"),
+        ({"algorithm": {"baseline": "none"}}, "baseline = 'none' has no groups; take 'batch-std' or 'none'."),
+        ({"algorithm": {"dual_clip": 1}}, "algorithm.dual_clip = 1.0 must be over 1"),
+        ({"algorithm": {"dual_clip": 3, "loss": "cispo"}}, "with loss = 'clip'"),
+        ({"algorithm": {"correction_floor": 0.5}}, "belongs to correction = 'mask'"),
         ({"cluster": {"pools": {"a": {"roles": ["actor"]}}}}, "cluster.pools places no rollout, reward"),
         ({"cluster": {"pools": {"a": {"roles": ["actor", "actor", "rollout", "reward"]}}}}, "places actor more than"),
         ({"cluster": {"pools": {"a": {"role": ["actor"]}}}}, "Did you mean 'roles'?"),
@@ -52,7 +57,7 @@ def test_mistakes_name_the_key_the_value_and_the_way_out(sections, says):
 @pytest.mark.parametrize(
     ("rollout", "says"),
     [
-        ({"group_size": 3}, "rollout.group_size is 3: GRPO needs groups of at least 4"),
+        ({"group_size": 3}, "rollout.group_size is 3: grpo needs groups of at least 4"),
         ({"top_p": 0.9}, "rollout.top_p = 0.9 (needs 1.0)"),
         ({"top_k": 50}, "rollout.top_k = 50 (needs 0)"),
         ({"min_tokens": 1}, "rollout.min_tokens = 1 (needs 0)"),
@@ -72,12 +77,70 @@ def test_ppo_needs_no_group():
 
 def test_defaults_follow_the_algorithm():
     grpo, ppo = Config(), Config(algorithm={"name": "ppo"})
-    assert (grpo.kl_beta, grpo.kl_target, grpo.roles) == (0.0, None, ["actor", "rollout", "reward"])
-    assert (ppo.kl_beta, ppo.kl_target) == (0.02, 0.05)
+    assert (grpo.algorithm.kl_beta, grpo.algorithm.kl_target) == (0.0, 0.0)
+    assert (ppo.algorithm.kl_beta, ppo.algorithm.kl_target) == (0.02, 0.05)
+    assert grpo.roles == ["actor", "rollout", "reward"]
     assert ppo.roles == ["actor", "critic", "reference", "rollout", "reward"]
-    assert Config(algorithm={"name": "ppo", "kl_beta": 0.0}).kl_target is None
+    assert Config(algorithm={"name": "ppo", "kl_beta": 0.0}).algorithm.kl_target == 0
     assert Config(algorithm={"kl_beta": 0.1}).roles == ["actor", "reference", "rollout", "reward"]
     assert (grpo.actor.lr, grpo.critic.lr, grpo.algorithm.correction_cap) == (1e-6, 1e-5, 2.0)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_name_sets_what_is_not_set_and_the_saved_file_says_all(name):
+    config = Config(algorithm={"name": name})
+    assert PRESETS[name].items() <= config.algorithm.model_dump().items()
+    assert Config(algorithm={"name": name, "clip_high": 0.5}).algorithm.clip_high == 0.5
+    assert Config(**tomllib.loads(config.to_toml())) == config
+
+
+def test_the_name_cannot_be_changed_under_its_fields():
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().algorithm.name = "gspo"
+
+
+def test_another_name_over_a_saved_file_brings_its_own_fields(tmp_path):
+    """The saved file holds all of PPO's fields; only what was set beside its preset stays."""
+    saved = tmp_path / "config.toml"
+    saved.write_text(Config(algorithm={"name": "ppo", "lam": 0.9}).to_toml())
+    gspo = Config(algorithm={"name": "gspo", "lam": 0.9}).algorithm
+    assert Config.load(saved, ["--algorithm.name", "gspo"]).algorithm == gspo
+    assert Config.load(saved, ["--algorithm.name", "ppo"]).algorithm.baseline == "critic"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "size", "ok"),
+    [("rloo", 1, False), ("rloo", 2, True), ("dr-grpo", 3, False), ("reinforce++", 1, True), ("dapo", 4, True)],
+)
+def test_the_smallest_group_of_each_baseline(algorithm, size, ok):
+    config = Config(algorithm={"name": algorithm}, rollout={"group_size": size})
+    with nullcontext() if ok else pytest.raises(UserError, match=f"needs groups of at least {2 if size == 1 else 4}"):
+        config.check_trainable()
+
+
+def test_a_group_of_one_is_always_flat():
+    config = Config(algorithm={"name": "ppo", "dynamic_sampling": 1}, rollout={"group_size": 1})
+    with pytest.raises(UserError, match="always flat"):
+        config.check_trainable()
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("--run.dir=12", "run.dir", "12"),
+        ("--run.dir=2026-11-29", "run.dir", "2026-11-29"),
+        ("--run.steps=12", "run.steps", 12),
+        ("--rollout.max-tokens=12", "rollout.max_tokens", 12),
+    ],
+)
+def test_overrides_by_type(tmp_path, text, key, value):
+    (tmp_path / "c.toml").touch()
+    section, field = key.split(".")
+    assert getattr(getattr(Config.load(tmp_path / "c.toml", [text]), section), field) == value
+
+
+def test_the_names_of_pools_are_the_users():
+    assert parse_overrides(["--cluster.pools.my-pool.gpus", "1"]) == {"cluster.pools.my-pool.gpus": 1}
 
 
 def test_a_file_with_overrides(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,14 +14,15 @@ from rolecall.algorithms import (
     AdaptiveKL,
     dpo_loss,
     entropy,
+    estimate_advantages,
     full_kl,
+    gae,
     group_advantages,
     importance_correction,
     kl,
     overlong_filter,
     overlong_penalty,
     policy_loss,
-    reinforce_plus_plus,
     reward_model_loss,
     sequence_logprobs,
     token_rewards,
@@ -200,13 +202,21 @@ def test_decoupled_ppo_is_the_proximal_ratio_weighted_by_the_behaviour(batch):
 # Advantages and rewards ---------------------------------------------------------------------------------------------
 
 
+def advantages(rewards, mask, **options):
+    return estimate_advantages(rewards, mask, **options)[0]
+
+
+reinforce_plus_plus = partial(advantages, baseline="none", scale="batch-std")
+with_baseline = partial(advantages, baseline="mean", scale="batch-std")
+
+
 def test_reinforce_plus_plus_by_hand():
     """Returns after KL: 1 - 0.5 - 0.5 = 0 and 1 - 0.5 = 0.5; 2 and 2. Mean 1.125, deviations whitened over tokens."""
     mask, penalty = t([1, 1], [1, 1]), t([0.5, 0.5], [0, 0])
-    advantages = reinforce_plus_plus(v(1, 2), mask, kl=penalty)
-    close(advantages, whiten(t([0, 0.5], [2, 2]), mask))
+    found = reinforce_plus_plus(v(1, 2), mask, kl=penalty)
+    close(found, whiten(t([0, 0.5], [2, 2]), mask))
     deviation = ((1.125**2 + 0.625**2 + 2 * 0.875**2) / 3) ** 0.5
-    close(advantages[0, 0], -1.125 / deviation)
+    close(found[0, 0], -1.125 / deviation)
 
 
 def test_reinforce_plus_plus_discounts_over_action_tokens():
@@ -219,15 +229,15 @@ def test_reinforce_plus_plus_discounts_over_action_tokens():
 def test_reinforce_plus_plus_baseline_takes_the_groups_mean_off_first():
     """Groups (0, 2) and (5, 5): -1, 1, 0, 0. GRPO would give the first group the same whatever the second did."""
     mask = t([1], [1], [1], [1])
-    advantages = reinforce_plus_plus(v(0, 2, 5, 5), mask, group_ids=torch.tensor([4, 4, 9, 9]))
-    close(advantages[:, 0], v(-1, 1, 0, 0) / (2 / 3) ** 0.5)
+    found = with_baseline(v(0, 2, 5, 5), mask, group_ids=torch.tensor([4, 4, 9, 9]))
+    close(found[:, 0], v(-1, 1, 0, 0) / (2 / 3) ** 0.5)
 
 
 def test_an_empty_response_takes_no_part_in_the_baseline():
     """Groups (0, 2) and (5, 5) again, with a response of reward 100 and no action token in the first."""
     mask, ids = t([1], [1], [0], [1], [1]), torch.tensor([4, 4, 4, 9, 9])
-    advantages = reinforce_plus_plus(v(0, 2, 100, 5, 5), mask, group_ids=ids)
-    close(advantages[:, 0], v(-1, 1, 0, 0, 0) / (2 / 3) ** 0.5)
+    found = with_baseline(v(0, 2, 100, 5, 5), mask, group_ids=ids)
+    close(found[:, 0], v(-1, 1, 0, 0, 0) / (2 / 3) ** 0.5)
 
 
 def test_reinforce_plus_plus_without_kl_whitens_the_reward():
@@ -235,6 +245,53 @@ def test_reinforce_plus_plus_without_kl_whitens_the_reward():
     close(reinforce_plus_plus(v(1, 3), mask), whiten(t([1, 1, 0], [3, 3, 0]), mask))
     assert not reinforce_plus_plus(v(0.1, 0.1), mask).any()
     assert not reinforce_plus_plus(v(1, NAN), t([1, 1, 0], [0, 0, 0])).any()
+
+
+@pytest.mark.parametrize(
+    ("baseline", "scale", "expected"),
+    [
+        ("mean", "std", [-1 / 2**0.5, 1 / 2**0.5]),
+        ("mean", "none", [-1, 1]),
+        ("mean", "batch-std", [-((4 / 3) ** 0.5), 1 / 3**0.5]),  # tokens -1, 1, 1: mean 1/3, variance 4/3
+        ("leave-one-out", "none", [-2, 2]),
+        ("none", "none", [0, 2]),
+    ],
+)
+def test_a_response_has_one_advantage_at_each_action_token(baseline, scale, expected):
+    """Rewards 0 and 2; responses of one and of two action tokens, with a tool's token between."""
+    mask, ids = t([1, 0, 0], [1, 0, 1]), torch.tensor([5, 5])
+    found = advantages(v(0, 2), mask, group_ids=ids, baseline=baseline, scale=scale)
+    one, other = expected
+    close(found, t([one, 0, 0], [other, 0, other]))
+
+
+def test_a_groups_kl_is_the_responses_sum_and_goes_before_the_baseline():
+    """Rewards 1 and 1, KL 0.1 + 0.3 and 0 (NaN where a tool wrote): with beta 2 they are 0.2 and 1."""
+    mask, drift = t([1, 0, 1], [1, 0, 1]), t([0.1, NAN, 0.3], [0, NAN, 0])
+    loo = partial(advantages, group_ids=torch.tensor([5, 5]), baseline="leave-one-out", scale="none")
+    close(loo(v(1, 1), mask, kl=drift, beta=2.0), t([-0.8, 0, -0.8], [0.8, 0, 0.8]))
+
+
+def test_a_critics_advantages_are_gae_whitened_and_its_returns_are_not():
+    mask, values = t([1, 1], [1, 0]), t([0.5, 0.25], [0.125, NAN])
+    found, returns = estimate_advantages(v(1, 0), mask, values=values, baseline="critic", scale="batch-std", lam=0.9)
+    raw, expected = gae(t([0, 1], [0, 0]), values, mask, lam=0.9)
+    close(found, whiten(raw, mask))
+    close(returns, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"baseline": "mean"}, "give group_ids"),
+        ({"baseline": "critic", "scale": "none"}, "needs the Critic's values"),
+        ({"baseline": "none", "scale": "std"}, "take 'batch-std'"),
+        ({"baseline": "median"}, "median"),
+    ],
+)
+def test_an_advantage_that_cannot_be_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        advantages(v(1, 2), t([1], [1]), **options)
 
 
 def test_overlong_penalty_by_hand():
@@ -422,7 +479,6 @@ def test_gradients_of_the_preference_losses(seed, kind):
     assert torch.autograd.gradcheck(lambda c, r: reward_model_loss(c, r, margin=0.5)[0], (chosen, rejected))
 
 
-def test_token_rewards_and_reinforce_plus_plus_agree_on_the_sum():
-    """gamma 1: the first token's return is the whole of reward minus KL."""
+def test_token_rewards_take_the_kl_off():
     penalty, mask = t([0.1, 0.2, 0.3], [0, 0, 0]), t([1, 1, 1], [1, 1, 1])
     assert token_rewards(v(1, 1), mask, penalty, 2.0)[0].sum().item() == pytest.approx(1 - 2 * 0.6)

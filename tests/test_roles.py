@@ -114,7 +114,7 @@ def test_skipping_flat_groups_changes_nothing(settings, monkeypatch):
         s.advantages = [0.0] * len(s.response)
     skipped = gradients(Actor(settings()), samples)
     assert Actor(settings()).update(samples)["policy/skipped_samples"] == 6
-    monkeypatch.setattr(actor_module, "_moves_policy", lambda sample, beta: True)
+    monkeypatch.setattr(actor_module, "_moves_policy", lambda sample, always: True)
     assert_same(skipped, gradients(Actor(settings()), samples), 1e-12)
 
 
@@ -188,7 +188,8 @@ def test_metrics_by_hand(settings):
         "mismatch/mean": 1.4 / 3,
         "mismatch/max": 1.0,
         "correction/mean": sum(corrections) / 3,
-        "correction/truncated": 1 / 3,
+        "correction/max": 2.0,
+        "correction/cut": 1 / 3,
         "policy/loss": -(corrections[0] + corrections[1] - corrections[2]) / 3,
         "policy/clip_fraction": 0.0,
         "policy/approx_kl": 0.0,

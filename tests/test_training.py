@@ -38,7 +38,7 @@ def test_any_chunking_gives_the_values_and_gradients_of_log_softmax(tokens, voca
     targets = torch.randint(vocabulary, (tokens,))
     outer = torch.randn(tokens, dtype=torch.float64)
 
-    logprobs, entropy = token_logprobs(hidden, head, targets, temperature, limit)
+    logprobs, entropy = token_logprobs(hidden, head, targets, temperature, limit=limit)
     gradients = torch.autograd.grad((logprobs * outer).sum(), [hidden, head.weight, head.bias])
     every = (head(hidden) / temperature).log_softmax(-1)
     expected = every.gather(1, targets[:, None])[:, 0]
@@ -74,7 +74,7 @@ def saved_elements(tokens: int, vocabulary: int, limit: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        logprobs, _ = token_logprobs(hidden, head, torch.zeros(tokens, dtype=torch.long), 1.0, limit)
+        logprobs, _ = token_logprobs(hidden, head, torch.zeros(tokens, dtype=torch.long), 1.0, limit=limit)
     logprobs.sum().backward()
     own = {tensor.untyped_storage().data_ptr() for tensor in (hidden, head.weight, head.bias)}
     return sum(size for where, size in kept.items() if where not in own)

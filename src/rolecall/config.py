@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from datetime import date, time
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,7 +17,13 @@ ROLES: tuple[str, ...] = get_args(Role)
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_assignment=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,  # --run.dir 12
+    )
 
 
 class Model(Section):
@@ -77,29 +84,107 @@ class Rollout(Section):
     max_sequences: int = Field(256, ge=1, description="Sequences decoded at once; the rest wait")
 
 
-class Algorithm(Section):
-    """The objective. See docs/grpo.md and docs/ppo.md."""
+# What each name sets, where the configuration does not; everything else is at the field's own default.
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr-grpo": {"scale": "none", "aggregate": "sequence-mean-token-sum-norm"},
+    "dapo": {"dynamic_sampling": 4, "overlong_buffer": 0.2, "overlong_filter": True},
+    "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "sequence-mean-token-mean"},
+    "gspo-token": {
+        "ratio": "sequence-token", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "sequence-mean-token-mean"
+    },
+    "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    "rloo": {"baseline": "leave-one-out", "scale": "none", "loss": "reinforce"},
+    "reinforce++": {"baseline": "none", "scale": "batch-std", "kl_in": "reward", "kl_beta": 0.01},
+    "reinforce++-baseline": {"scale": "batch-std"},
+    "reinforce": {"baseline": "none", "scale": "none", "loss": "reinforce"},
+    "ppo": {"baseline": "critic", "scale": "batch-std", "kl_beta": 0.02, "kl_target": 0.05},
+}  # fmt: skip
 
-    name: Literal["grpo", "ppo"] = Field("grpo", description="grpo: group baseline; ppo: Critic and GAE")
-    scale: Literal["std", "none"] = Field("std", description="GRPO: divide by the group's deviation; none is Dr.GRPO")
-    baseline: Literal["mean", "leave-one-out"] = Field("mean", description="GRPO: the group's mean, or RLOO's")
-    gamma: float = Field(1.0, ge=0, le=1, description="PPO: discount")
-    lam: float = Field(0.95, ge=0, le=1, description="PPO: lambda of GAE")
-    whiten: bool = Field(True, description="PPO: advantages to mean 0 and deviation 1 over the batch's action tokens")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratio clipped below 1 - clip_low")
+
+class Algorithm(Section):
+    """The objective: `name` sets the fields below as its paper has them, and each can be set on its own."""
+
+    name: Literal[
+        "grpo", "dr-grpo", "dapo", "gspo", "gspo-token", "cispo", "rloo", "reinforce++", "reinforce++-baseline",
+        "reinforce", "ppo",
+    ] = Field("grpo", frozen=True, description="Which objective, see docs/objectives.md")  # fmt: skip
+
+    baseline: Literal["mean", "leave-one-out", "critic", "none"] = Field(
+        "mean",
+        description="What a reward is compared to: the group's mean, the others' mean, the Critic (GAE), nothing",
+    )
+    scale: Literal["std", "batch-std", "none"] = Field(
+        "std",
+        description="Advantages in deviations of the group; of the batch's action tokens (whitening); as they are",
+    )
+    gamma: float = Field(1.0, ge=0, le=1, description="Discount a token")
+    lam: float = Field(0.95, ge=0, le=1, description="Lambda of GAE (critic)")
+    reward_scale: float = Field(1.0, gt=0, description="Rewards are multiplied by it")
+    reward_clip: float = Field(0.0, ge=0, description="Then limited to +- this; 0: not")
+    dynamic_sampling: int = Field(0, ge=0, description="Rounds that replace flat groups by new ones (DAPO); 0: none")
+    overlong_buffer: float = Field(
+        0.0, ge=0, le=1, description="Last share of max_tokens over which the reward falls by 1 (DAPO); 0: none"
+    )
+    overlong_filter: bool = Field(False, description="Responses cut off at max_tokens do not train (DAPO)")
+
+    loss: Literal["clip", "cispo", "reinforce"] = Field("clip", description="PPO's clipped ratio; CISPO; no ratio")
+    ratio: Literal["token", "sequence", "sequence-token"] = Field(
+        "token",
+        description="policy / old policy: a token's own; its sequence's mean (GSPO); that with its own gradient",
+    )
+    clip_low: float = Field(0.2, gt=0, le=1, description="Ratio clipped below 1 - clip_low")
     clip_high: float = Field(0.28, gt=0, description="Ratio clipped above 1 + clip_high")
-    value_clip: float = Field(0.2, gt=0, description="PPO: how far a value may move from its old one in an update")
+    dual_clip: float = Field(
+        0.0, ge=0, description="Bound of the ratio where the advantage is negative, over 1; 0: none"
+    )
     aggregate: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum-norm"] = Field(
         "token-mean", description="Mean over the global batch's action tokens; over sequences of their mean; Dr.GRPO's"
     )
-    kl_beta: float | None = Field(None, ge=0, description="Weight of KL(policy, Reference); unset: GRPO 0, PPO 0.02")
-    watch_kl: bool = Field(False, description="Measure the KL even at beta 0, on the first response to each prompt")
-    kl_in: Literal["loss", "reward"] = Field("loss", description="Where the KL term enters; reward: PPO only")
+    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus in the loss")
+    value_clip: float = Field(0.2, gt=0, description="Critic: how far a value may move from its old one in an update")
+    value_coef: float = Field(1.0, gt=0, description="Critic: weight of its loss (c1); felt only through grad_clip")
+
+    kl_beta: float = Field(0.0, ge=0, description="Weight of KL(policy, Reference) (c2); 0: no Reference")
+    kl_in: Literal["loss", "reward"] = Field("loss", description="Where the KL term enters")
     kl_estimator: Literal["k2", "k3"] = Field("k2", description="In the loss: k2's gradient is exact on-policy")
-    kl_target: float | None = Field(None, gt=0, description="beta adapts towards this KL; unset: GRPO fixed, PPO 0.05")
-    kl_horizon: float = Field(10_000, gt=0, description="Samples over which beta adapts")
-    correction: Literal["truncate", "none"] = Field("truncate", description="Importance weights trainer over engine")
-    correction_cap: float = Field(2.0, gt=1, description="Where importance weights are truncated")
+    kl_target: float = Field(0.0, ge=0, description="beta adapts towards this KL a token; 0: beta is fixed")
+    kl_rule: Literal["proportional", "double"] = Field("proportional", description="How beta adapts")
+    kl_horizon: float = Field(10_000, gt=0, description="Samples over which beta adapts (proportional)")
+    watch_kl: bool = Field(False, description="Measure the KL even at beta 0, on the first response to each prompt")
+
+    correction: Literal["truncate", "mask", "none"] = Field(
+        "truncate",
+        description="Importance weights trainer over engine: truncated at the cap, or 0 outside floor and cap",
+    )
+    correction_level: Literal["token", "sequence"] = Field("token", description="Weights of tokens, or of sequences")
+    correction_cap: float = Field(2.0, gt=1, description="Largest importance weight")
+    correction_floor: float = Field(0.0, ge=0, lt=1, description="Smallest that `mask` keeps")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        preset = PRESETS.get(given.get("name", "grpo"), {})
+        if given.get("kl_beta") == 0:  # then there is nothing to adapt
+            preset = {key: value for key, value in preset.items() if key != "kl_target"}
+        return preset | given
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Algorithm:
+        if self.scale == "std" and self.baseline in ("critic", "none"):
+            raise ValueError(
+                f"algorithm.scale = 'std' is the group's deviation, but baseline = {self.baseline!r} has no groups; "
+                "take 'batch-std' or 'none'"
+            )
+        if self.kl_target > 0 and self.kl_beta == 0:
+            raise ValueError("algorithm.kl_target adapts kl_beta by factors, and it is 0; set algorithm.kl_beta too")
+        if self.dual_clip and (self.dual_clip <= 1 or self.loss != "clip"):
+            raise ValueError(f"algorithm.dual_clip = {self.dual_clip} must be over 1 (usually 3), with loss = 'clip'")
+        if self.correction_floor and self.correction != "mask":
+            raise ValueError("algorithm.correction_floor belongs to correction = 'mask'")
+        return self
 
 
 class Optimizer(Section):
@@ -207,6 +292,7 @@ class Config(Section):
                 raise UserError(f"{path}: {name} = {section!r} stands outside a section; those are written [{name}].")
         _anchor(raw, file.parent)
         given = overrides if isinstance(overrides, dict) else parse_overrides(overrides or [])
+        _change_preset(raw, given)
         for key, value in given.items():
             _put(raw, key, value)
         raw.setdefault("run", {}).setdefault("dir", f"runs/{file.stem}")
@@ -214,11 +300,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        algorithm, rollout = self.algorithm, self.rollout
-        if algorithm.kl_in == "reward" and algorithm.name == "grpo":
-            raise ValueError("algorithm.kl_in = 'reward' needs algorithm.name = 'ppo'; GRPO takes its KL in the loss")
-        if algorithm.kl_target is not None and self.kl_beta == 0:
-            raise ValueError("algorithm.kl_target adapts kl_beta by factors, and it is 0; set algorithm.kl_beta too")
+        rollout = self.rollout
         if "" in rollout.stop:
             raise ValueError("rollout.stop holds an empty string, which would end every response at its first token")
         placed = [role for pool in self.cluster.pools.values() for role in pool.roles]
@@ -234,13 +316,19 @@ class Config(Section):
         """Refuse what can be generated from but not trained on.
 
         Raises:
-            UserError: a GRPO group under 4, or sampling that the trainer's log-probabilities would not describe.
+            UserError: a group too small for its baseline, or sampling that the trainer's log-probabilities would not
+                describe.
         """
-        rollout = self.rollout
-        if self.algorithm.name == "grpo" and rollout.group_size < 4:
+        rollout, algorithm = self.rollout, self.algorithm
+        smallest = {"mean": 4, "leave-one-out": 2}.get(algorithm.baseline, 1)
+        if rollout.group_size < smallest:
             raise UserError(
-                f"rollout.group_size is {rollout.group_size}: GRPO needs groups of at least 4 to estimate a baseline. "
-                "Use a larger group, or PPO with a Critic (--algorithm.name ppo)."
+                f"rollout.group_size is {rollout.group_size}: {algorithm.name} needs groups of at least {smallest} to "
+                "estimate a baseline. Use a larger group, or PPO with a Critic (--algorithm.name ppo)."
+            )
+        if algorithm.dynamic_sampling and rollout.group_size < 2:
+            raise UserError(
+                "A group of one is always flat: algorithm.dynamic_sampling needs rollout.group_size over 1."
             )
         cut = [
             f"rollout.{name} = {getattr(rollout, name)} (needs {neutral})"
@@ -256,26 +344,12 @@ class Config(Section):
             )
 
     @property
-    def kl_beta(self) -> float:
-        """The (initial) KL weight: as configured, else 0 for GRPO and 0.02 for PPO."""
-        if self.algorithm.kl_beta is not None:
-            return self.algorithm.kl_beta
-        return 0.02 if self.algorithm.name == "ppo" else 0.0
-
-    @property
-    def kl_target(self) -> float | None:
-        """The KL that beta adapts towards: as configured, else fixed beta for GRPO and 0.05 for PPO."""
-        if self.algorithm.kl_target is not None:
-            return self.algorithm.kl_target
-        return 0.05 if self.algorithm.name == "ppo" and self.kl_beta > 0 else None
-
-    @property
     def roles(self) -> list[str]:
         """The roles that this run needs, in the order they are built."""
         needed = ["actor", "rollout", "reward"]
-        if self.kl_beta > 0 or self.algorithm.watch_kl:
+        if self.algorithm.kl_beta > 0 or self.algorithm.watch_kl:
             needed.insert(1, "reference")
-        if self.algorithm.name == "ppo":
+        if self.algorithm.baseline == "critic":
             needed.insert(1, "critic")
         return needed
 
@@ -306,11 +380,19 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
             if not rest:
                 raise UserError(f"--{key} has no value: overrides are written --section.key value.")
             text = rest.pop(0)
-        try:
-            given[key.replace("-", "_")] = tomllib.loads(f"x = {text}")["x"]
-        except tomllib.TOMLDecodeError:
-            given[key.replace("-", "_")] = text
+        if not key.startswith("cluster.pools."):  # whose names are the user's
+            key = key.replace("-", "_")
+        given[key] = _value(text)
     return given
+
+
+def _value(text: str) -> Any:
+    """What TOML reads, else the text itself, as it is for a date: no field is one, and a folder may be named by it."""
+    try:
+        value = tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return text if isinstance(value, (date, time)) else value
 
 
 def _anchor(raw: dict[str, Any], folder: Path) -> None:
@@ -323,6 +405,15 @@ def _anchor(raw: dict[str, Any], folder: Path) -> None:
             name, colon, rest = value.partition(":")
             if (folder / name).exists():
                 raw[section][key] = str((folder / name).resolve()) + colon + rest
+
+
+def _change_preset(raw: dict[str, Any], overrides: dict[str, Any]) -> None:
+    """Drop what the file has from its own preset where the overrides name another (a run's config.toml has it all)."""
+    written = raw.get("algorithm", {})
+    if overrides.get("algorithm.name", written.get("name")) != written.get("name"):
+        defaults = {key: field.default for key, field in Algorithm.model_fields.items()}
+        preset = defaults | PRESETS.get(written.get("name", "grpo"), {})
+        raw["algorithm"] = {key: value for key, value in written.items() if value != preset.get(key)}
 
 
 def _put(raw: dict[str, Any], key: str, value: Any) -> None:
@@ -342,8 +433,8 @@ def _explain(error: ValidationError) -> str:
         if item["type"] == "extra_forbidden":
             fields = _fields_at(where[:-1])
             lines.append(f"Unknown configuration key {'.'.join(where)!r}.{nearest(where[-1], fields)}")
-        elif not where:
-            lines.append(item["msg"].removeprefix("Value error, "))
+        elif item["type"] == "value_error":
+            lines.append(item["msg"].removeprefix("Value error, ") + ".")
         else:
             lines.append(f"{'.'.join(where)} = {item['input']!r}: {item['msg']}.")
     return "\n".join(lines)

@@ -4,11 +4,11 @@ Tensors are (B, T), one row a sample, right-padded; masks are bool or 0/1 and ma
 """
 
 from rolecall.algorithms.advantages import (
+    estimate_advantages,
     gae,
     group_advantages,
     overlong_filter,
     overlong_penalty,
-    reinforce_plus_plus,
     token_rewards,
     whiten,
 )
@@ -23,6 +23,7 @@ __all__ = [
     "aggregate",
     "dpo_loss",
     "entropy",
+    "estimate_advantages",
     "explained_variance",
     "full_kl",
     "gae",
@@ -33,7 +34,6 @@ __all__ = [
     "overlong_filter",
     "overlong_penalty",
     "policy_loss",
-    "reinforce_plus_plus",
     "reward_model_loss",
     "sequence_logprobs",
     "token_rewards",

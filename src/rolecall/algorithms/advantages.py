@@ -1,4 +1,4 @@
-"""Rewards to advantages: on the last token, through a Critic (GAE), or against the group."""
+"""Rewards to advantages: against the group, through a Critic (GAE), or against the batch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,70 @@ from torch import Tensor
 from rolecall.algorithms.masked import flat, real, select
 from rolecall.errors import UserError, check_known
 
-SCALES = ("std", "none")
-BASELINES = ("mean", "leave-one-out")
+GROUP_BASELINES = ("mean", "leave-one-out")
+BASELINES = (*GROUP_BASELINES, "critic", "none")
+SCALES = ("std", "batch-std", "none")
+
+
+def estimate_advantages(
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    group_ids: Tensor | None = None,
+    values: Tensor | None = None,
+    kl: Tensor | None = None,
+    beta: float = 1.0,
+    baseline: str = "mean",
+    scale: str = "std",
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[Tensor, Tensor]:
+    """How much better than expected each token was, by what is expected and the unit it is measured in.
+
+    =====================  ===============  =========  ==========================================
+    objective              baseline         scale      source
+    =====================  ===============  =========  ==========================================
+    GRPO                   mean             std        2402.03300
+    Dr. GRPO               mean             none       2503.20783
+    RLOO                   leave-one-out    none       2402.14740
+    REINFORCE++            none             batch-std  2501.03262
+    its baseline variant   mean             batch-std  2501.03262
+    PPO                    critic           batch-std  1707.06347 with GAE, 1506.02438
+    REINFORCE              none             none       Williams, 1992
+    =====================  ===============  =========  ==========================================
+
+    The reward, less the group's baseline, is placed on the last action token; ``gae`` carries it back, with the
+    Critic's values, or with none and lambda 1 (the return from each token on); "batch-std" then whitens.
+
+    Args:
+        rewards: (B,), one a sample. mask: (B, T).
+        group_ids: (B,), for the baselines of a group. values: (B, T), for "critic".
+        kl, beta: per-token KL (B, T) to take off the rewards, and its weight: token by token, or, where there is a
+            group, the response's sum before the baseline, as RLOO has it.
+        gamma, lam: of ``gae``.
+
+    Returns:
+        advantages, and the returns that a Critic learns; (B, T) each, detached, 0 where masked.
+    """
+    check_known("baseline", baseline, BASELINES)
+    check_known("scale", scale, SCALES)
+    if baseline in GROUP_BASELINES:
+        if group_ids is None:
+            raise UserError(f"The baseline {baseline!r} is the group's: give group_ids.")
+        if kl is not None:
+            rewards, kl = rewards - beta * select(kl.detach(), mask).sum(-1), None
+        unit, acted = "std" if scale == "std" else "none", mask.bool().any(-1)
+        rewards = group_advantages(rewards, group_ids, scale=unit, baseline=baseline, mask=acted)
+    elif scale == "std":
+        raise UserError(f"scale 'std' is the group's deviation, but the baseline is {baseline!r}: take 'batch-std'.")
+    placed = token_rewards(rewards, mask, kl, beta)
+    if baseline == "critic":
+        if values is None:
+            raise UserError("The baseline 'critic' needs the Critic's values.")
+        advantages, returns = gae(placed, values, mask, gamma=gamma, lam=lam)
+    else:
+        advantages, returns = gae(placed, torch.zeros_like(placed), mask, gamma=gamma, lam=1.0)
+    return whiten(advantages, mask) if scale == "batch-std" else advantages, returns
 
 
 def token_rewards(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, beta: float = 1.0) -> Tensor:
@@ -88,8 +150,8 @@ def group_advantages(
     Returns:
         (N,), detached.
     """
-    check_known("scale", scale, SCALES)
-    check_known("baseline", baseline, BASELINES)
+    check_known("scale", scale, ("std", "none"))
+    check_known("baseline", baseline, GROUP_BASELINES)
     if rewards.dim() != 1 or rewards.shape != group_ids.shape:
         raise UserError(f"{tuple(rewards.shape)} rewards and {tuple(group_ids.shape)} group ids: one of each a sample.")
     member = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
@@ -128,36 +190,7 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
     return whitened
 
 
-def reinforce_plus_plus(
-    rewards: Tensor,
-    mask: Tensor,
-    *,
-    group_ids: Tensor | None = None,
-    kl: Tensor | None = None,
-    beta: float = 1.0,
-    gamma: float = 1.0,
-) -> Tensor:
-    """REINFORCE++ (2501.03262): the return from each token on, whitened over the whole batch, without a Critic.
-
-    A_t = whiten(sum over s >= t of gamma^(s - t) r_s),   r_s as ``token_rewards`` gives them
-
-    Args:
-        rewards: (B,), one a sample. mask: (B, T).
-        group_ids: (B,). Given, it is the baseline variant: the group's mean is taken off the reward first (for several
-            responses a prompt). Its paper has the KL in the loss then (k2) instead of here.
-        kl, beta: per-token KL (B, T) taken off the rewards, and its weight.
-
-    Returns:
-        (B, T), detached, 0 where masked.
-    """
-    if group_ids is not None:
-        rewards = group_advantages(rewards, group_ids, scale="none", mask=mask.bool().any(-1))
-    per_token = token_rewards(rewards, mask, kl, beta)
-    _, returns = gae(per_token, torch.zeros_like(per_token), mask, gamma=gamma, lam=1.0)
-    return whiten(returns, mask)
-
-
-def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int) -> Tensor:
+def overlong_penalty(lengths: Tensor, *, longest: int, buffer: float) -> Tensor:
     """What DAPO adds to the reward of a long response (2503.14476, eq. 13).
 
     0 up to ``longest - buffer`` tokens, then falling linearly to -1 at ``longest``, and -1 beyond.

@@ -84,7 +84,7 @@ class State:
                 "step": self.step,
                 "sampler": self.sampler.state(),
                 "algorithm": self.context.config.algorithm.name,
-                "kl_beta": [self.context.config.kl_beta, self.context.kl.beta],  # as configured, as adapted
+                "kl_beta": [self.context.config.algorithm.kl_beta, self.context.kl.beta],  # as configured, as adapted
             }
             (folder / "state.json").write_text(json.dumps(state, indent=2))
             shutil.copy(run_dir / "versions.json", folder)
@@ -102,7 +102,7 @@ class State:
                 f"{config.algorithm.name!r}. Start a new run from its model instead (--model.path RUN/model)."
             )
         configured, adapted = state["kl_beta"]
-        if configured == config.kl_beta:  # else the new one holds
+        if configured == config.algorithm.kl_beta:  # else the new one holds
             self.context.kl.beta = adapted
         for name in self._trained:
             getattr(self.context.roles, name).load(str(folder / name))
@@ -136,7 +136,10 @@ def train(config: Config, *, resume: bool = False) -> Run:
         console.note(note)
         console.status("starting the roles")
         with cluster.spawn(config) as roles:
-            controller = algorithms.AdaptiveKL(config.kl_beta, config.kl_target, config.algorithm.kl_horizon)
+            settings = config.algorithm
+            controller = algorithms.AdaptiveKL(
+                settings.kl_beta, settings.kl_target or None, settings.kl_horizon, settings.kl_rule
+            )
             context = Context(config, roles, controller)
             state = State(context, data.Sampler(train_prompts, config.run.seed))
             if start:
@@ -158,8 +161,7 @@ def _loop(run_dir: Path, state: State, heldout: list[Prompt], log: telemetry.Met
         console.status("evaluating before training")
         console.evaluated(evaluation.evaluate(context, heldout, run_dir, step=0))
     while state.step < settings.steps:
-        groups = state.sampler.draw(context.config.rollout.prompts)
-        samples, metrics = sync.take_step(context, groups, state.step + 1)
+        groups, samples, metrics = sync.take_step(context, state.sampler, state.step + 1)
         state.step += 1
         last = state.step == settings.steps
         if heldout and (last or (settings.eval_every and state.step % settings.eval_every == 0)):

@@ -39,28 +39,33 @@ def requests(config: Config, groups: list[Group], n: int) -> list[Request]:
     return [Request(group_id, prompt.id, prompt.tokens, n, config.run.seed, sampling) for group_id, prompt in groups]
 
 
-def generate(context: Context, groups: list[Group]) -> tuple[list[Sample], Metrics]:
+def generate(context: Context, groups: list[Group]) -> list[Sample]:
     """Stage 1: G responses a prompt from the rollout engine, with log-probabilities and weight versions."""
     config = context.config
-    samples = context.roles.rollout.generate(requests(config, groups, config.rollout.group_size))
-    lengths = [len(sample.response) for sample in samples]
-    return samples, {
+    return context.roles.rollout.generate(requests(config, groups, config.rollout.group_size))
+
+
+def score(context: Context, groups: list[Group], samples: list[Sample]) -> None:
+    """Stage 2: the Reward judges each response."""
+    judge(context.roles.reward, groups, samples)
+
+
+def varied(samples: list[Sample]) -> set[int]:
+    """Ids of the groups whose rewards differ: the others are flat, and teach a group baseline nothing."""
+    return {group_id for group_id, group in by_group(samples).items() if len({sample.reward for sample in group}) > 1}
+
+
+def rollout_metrics(samples: list[Sample]) -> Metrics:
+    """Of all that was generated and scored in a step, whether or not it is trained on."""
+    lengths, rewards = [len(sample.response) for sample in samples], [sample.reward for sample in samples]
+    return {
         "response_length/mean": statistics.fmean(lengths),
         "response_length/max": max(lengths),
         "response_length/truncated": statistics.fmean(sample.finish == "length" for sample in samples),
         "tokens": sum(lengths),
-    }
-
-
-def score(context: Context, groups: list[Group], samples: list[Sample]) -> Metrics:
-    """Stage 2: the Reward judges each response."""
-    judge(context.roles.reward, groups, samples)
-    rewards = [sample.reward for sample in samples]
-    flat = [len({sample.reward for sample in group}) == 1 for group in by_group(samples).values()]
-    return {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
-        "reward/flat_groups": statistics.fmean(flat),
+        "reward/flat_groups": 1 - len(varied(samples)) / len(by_group(samples)),
     }
 
 
@@ -79,8 +84,9 @@ def reference(context: Context, samples: list[Sample]) -> Metrics:
     the Actor's for a KL in the reward, or for a ratio that several optimizer steps share.
     """
     config, roles = context.config, context.roles
-    in_reward = config.kl_beta > 0 and config.algorithm.kl_in == "reward"
-    compared = samples if config.kl_beta > 0 else [sample for sample in samples if sample.index == 0]
+    beta = config.algorithm.kl_beta
+    in_reward = beta > 0 and config.algorithm.kl_in == "reward"
+    compared = samples if beta > 0 else [sample for sample in samples if sample.index == 0]
     pending = roles.reference.start("logprobs", compared) if roles.reference else None
     if in_reward or config.actor.epochs * config.actor.minibatches > 1:
         for sample, row in zip(samples, roles.actor.logprobs(samples), strict=True):
@@ -97,40 +103,57 @@ def reference(context: Context, samples: list[Sample]) -> Metrics:
 
 
 def advantages(context: Context, samples: list[Sample]) -> Metrics:
-    """Stage 4: how much better than expected each token was: by the group (GRPO), or the Critic and GAE (PPO)."""
+    """Stage 4: how much better than expected each token was: by the group, the Critic and GAE, or the batch."""
     settings = context.config.algorithm
-    rewards = torch.tensor([sample.reward for sample in samples])
-    if settings.name == "grpo":
-        group_ids = torch.tensor([sample.group_id for sample in samples])
-        acted = torch.tensor([sample.action_tokens > 0 for sample in samples])
-        scalars = algorithms.group_advantages(
-            rewards, group_ids, scale=settings.scale, baseline=settings.baseline, mask=acted
-        )
-        for sample, scalar in zip(samples, scalars.tolist(), strict=True):
-            sample.advantages = [scalar] * len(sample.response)
-        return {}
-
-    for sample, row in zip(samples, context.roles.critic.values(samples), strict=True):
-        sample.values = row
+    with_critic = settings.baseline == "critic"
+    if with_critic:
+        for sample, row in zip(samples, context.roles.critic.values(samples), strict=True):
+            sample.values = row
     mask = per_token(samples, "response_mask").bool()
-    values = per_token(samples, "values")
-    penalty = None
+    values = per_token(samples, "values") if with_critic else None
+    drift = None
     if settings.kl_in == "reward" and context.kl.beta > 0:
-        penalty = context.kl.beta * (per_token(samples, "old_logprobs") - per_token(samples, "ref_logprobs"))
-    token_rewards = algorithms.token_rewards(rewards, mask, penalty)
-    gains, returns = algorithms.gae(token_rewards, values, mask, gamma=settings.gamma, lam=settings.lam)
-    if settings.whiten:
-        gains = algorithms.whiten(gains, mask)
+        drift = per_token(samples, "old_logprobs") - per_token(samples, "ref_logprobs")
+    gains, returns = algorithms.estimate_advantages(
+        _shaped_rewards(context.config, samples),
+        mask,
+        group_ids=torch.tensor([sample.group_id for sample in samples]),
+        values=values,
+        kl=drift,
+        beta=context.kl.beta,
+        baseline=settings.baseline,
+        scale=settings.scale,
+        gamma=settings.gamma,
+        lam=settings.lam,
+    )
     for sample, gain, target in zip(samples, gains.tolist(), returns.tolist(), strict=True):
         sample.advantages, sample.returns = gain[: len(sample.response)], target[: len(sample.response)]
-    return {"value/mean": algorithms.masked_mean(values, mask).item()}
+    metrics = {"value/mean": algorithms.masked_mean(values, mask).item()} if values is not None else {}
+    if settings.overlong_filter:  # last, as they count in their group's baseline
+        kept = algorithms.overlong_filter(mask, torch.tensor([sample.finish == "length" for sample in samples]))
+        for sample, row in zip(samples, kept.int().tolist(), strict=True):
+            sample.response_mask = row[: len(sample.response)]
+    return metrics
+
+
+def _shaped_rewards(config: Config, samples: list[Sample]) -> torch.Tensor:
+    """(B,) rewards as the objective takes them: scaled, clipped, less for overlong responses."""
+    settings, longest = config.algorithm, config.rollout.max_tokens
+    rewards = torch.tensor([sample.reward for sample in samples]) * settings.reward_scale
+    if settings.reward_clip > 0:
+        rewards = rewards.clamp(-settings.reward_clip, settings.reward_clip)
+    if settings.overlong_buffer > 0:
+        lengths = torch.tensor([len(sample.response) for sample in samples])
+        buffer = settings.overlong_buffer * longest
+        rewards = rewards + algorithms.overlong_penalty(lengths, longest=longest, buffer=buffer)
+    return rewards
 
 
 def update(context: Context, samples: list[Sample], step: int) -> Metrics:
     """Stage 5: gradient steps of the Actor and, for PPO, the Critic."""
     config, roles = context.config, context.roles
     metrics: Metrics = {}
-    critic = roles.critic.start("update", samples) if config.algorithm.name == "ppo" else None
+    critic = roles.critic.start("update", samples) if roles.critic else None
     if critic is None or step > config.critic.warmup_only:
         metrics |= roles.actor.update(samples, kl_beta=context.kl.beta)
     if critic is not None:

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from rolecall import models
-from rolecall.algorithms import aggregate, importance_correction, kl, masked_mean, policy_loss
 from rolecall.config import Config
 from rolecall.files import atomic_folder
 from rolecall.samples import Sample
 from rolecall.training.logprobs import policy_logprobs, sample_logprobs
+from rolecall.training.objective import policy_objective
 from rolecall.training.packing import MicroBatch, token_values
 from rolecall.training.trained import Totals, Trained, mean_over_steps
 
@@ -37,8 +37,8 @@ class Actor(Trained):
 
         The ratio is to ``old_logprobs``. Where they are missing they are the present policy's: before the first of
         several steps they are computed and written into the samples; a single step takes its own forward pass's.
-        Samples that cannot move the policy (no action token or, without a KL term, no advantage but 0) are not
-        computed; they still count in what the loss divides by. If none is left, no step is taken.
+        Samples that cannot move the policy (no action token or, without a term for KL or entropy, no advantage but 0)
+        are not computed; they still count in what the loss divides by. If none is left, no step is taken.
 
         Args:
             samples: with ``advantages``, and ``ref_logprobs`` if there is a Reference.
@@ -48,10 +48,12 @@ class Actor(Trained):
             metrics: means over the action tokens that were computed. ``first/*`` are the first mini-batch's, before
             any step: the policy is the old one there (approx_kl 0, ratio_max 1).
         """
-        beta = self.config.kl_beta if kl_beta is None else kl_beta
-        if self.config.algorithm.kl_in == "reward":
+        settings = self.config.algorithm
+        beta = settings.kl_beta if kl_beta is None else kl_beta
+        if settings.kl_in == "reward":
             beta = 0.0
-        keep = partial(_moves_policy, beta=beta)
+        always = beta > 0 or settings.entropy_coef > 0
+        keep = partial(_moves_policy, always=always)
         several_steps = self.config.actor.epochs * self.config.actor.minibatches > 1
         if several_steps or any(sample.old_logprobs for sample in samples):
             missing = [sample for sample in samples if keep(sample) and not sample.old_logprobs]
@@ -68,39 +70,24 @@ class Actor(Trained):
         return metrics
 
     def _loss(self, micro: MicroBatch, totals: Totals, beta: float) -> tuple[Tensor, dict[str, float | Tensor]]:
-        algorithm, mask = self.config.algorithm, micro.mask
-        logprobs, entropy = policy_logprobs(self.loaded, micro, self.config.rollout.temperature)
-        known = all(sample.old_logprobs for sample in micro.samples)
-        old = micro.field("old_logprobs") if known else logprobs.detach()
-        engine = micro.field("logprobs")
-        weights = importance_correction(old, engine, mask, mode=algorithm.correction, cap=algorithm.correction_cap)
-        total = totals.tokens if algorithm.aggregate == "token-mean" else totals.sequences
-        norm = self.config.rollout.max_tokens
-        loss, metrics = policy_loss(
-            logprobs,
-            old,
-            micro.field("advantages"),
-            mask,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            aggregate=algorithm.aggregate,
-            total=total,
-            norm=norm,
-            weights=weights,
+        settings = self.config.algorithm
+        logprobs, entropy = policy_logprobs(
+            self.loaded, micro, self.config.rollout.temperature, entropy_gradient=settings.entropy_coef > 0
         )
-        gap = (old - engine).abs().where(mask, 0.0)
-        measured: dict[str, float | Tensor] = metrics | {
-            "tokens": mask.sum(),
-            "entropy": masked_mean(entropy, mask, totals.computed),
-            "mismatch/mean": masked_mean(gap, mask, totals.computed),
-            "mismatch/max": gap.max(),
-            "correction/mean": masked_mean(weights, mask, totals.computed),
-            "correction/truncated": masked_mean(weights >= algorithm.correction_cap, mask, totals.computed),
-        }
-        if beta > 0:
-            drift = kl(logprobs, micro.field("ref_logprobs"), estimator=algorithm.kl_estimator, mask=mask)
-            loss = loss + beta * aggregate(drift, mask, algorithm.aggregate, total=total, norm=norm)
-        return loss, measured
+        known = all(sample.old_logprobs for sample in micro.samples)
+        return policy_objective(
+            settings,
+            logprobs,
+            entropy,
+            micro.mask,
+            advantages=micro.field("advantages"),
+            old_logprobs=micro.field("old_logprobs") if known else logprobs.detach(),
+            engine_logprobs=micro.field("logprobs"),
+            ref_logprobs=micro.field("ref_logprobs") if beta > 0 else None,
+            beta=beta,
+            totals=totals,
+            norm=self.config.rollout.max_tokens,
+        )
 
     def peak_memory(self) -> float:
         """Most memory that this process (so all roles of its pool) has held, in GiB."""
@@ -114,8 +101,8 @@ class Actor(Trained):
             self.loaded.tokenizer.save_pretrained(new)
 
 
-def _moves_policy(sample: Sample, beta: float) -> bool:
-    """Whether the sample's gradient can differ from 0."""
+def _moves_policy(sample: Sample, always: bool) -> bool:
+    """Whether the sample's gradient can differ from 0. ``always``: even with advantages of 0."""
     advantages = token_values(sample, "advantages")
     actions = [advantage for advantage, mask in zip(advantages, sample.response_mask, strict=True) if mask]
-    return bool(actions) if beta > 0 else any(actions)
+    return bool(actions) if always else any(actions)

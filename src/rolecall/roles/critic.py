@@ -56,11 +56,13 @@ class Critic(Trained):
         return micro.rows(self._head(hidden).squeeze(-1))
 
     def _loss(self, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, float]]:
-        return value_loss(
+        settings = self.config.algorithm
+        loss, metrics = value_loss(
             self._values(micro),
             micro.field("values"),
             micro.field("returns"),
             micro.mask,
-            clip=self.config.algorithm.value_clip,
+            clip=settings.value_clip,
             total=totals.tokens,
         )
+        return settings.value_coef * loss, metrics

@@ -22,7 +22,13 @@ Head = Callable[[Tensor], Tensor]
 
 
 def token_logprobs(
-    hidden: Tensor, head: Head, targets: Tensor, temperature: float, limit: int = LOGITS
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
+    limit: int = LOGITS,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(head(hidden) / temperature) at the targets, and the entropy of that distribution.
 
@@ -35,7 +41,7 @@ def token_logprobs(
         targets: (N,) token ids.
 
     Returns:
-        log-probabilities (N,) and entropies (N,) in nats; the entropies carry no gradient.
+        log-probabilities (N,) and entropies (N,) in nats; these carry a gradient only if ``entropy_gradient``.
     """
     with torch.no_grad():
         vocabulary = head(hidden[:1]).shape[-1]
@@ -43,20 +49,23 @@ def token_logprobs(
     recompute = len(targets) > size and torch.is_grad_enabled()
     chunk = partial(checkpoint, _chunk, use_reentrant=False) if recompute else _chunk
     chunks = zip(hidden.split(size), targets.split(size), strict=True)
-    parts = [chunk(part, head, target, temperature) for part, target in chunks]
+    parts = [chunk(part, head, target, temperature, entropy_gradient) for part, target in chunks]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _chunk(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _chunk(
+    hidden: Tensor, head: Head, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
     scores = head(hidden)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) / temperature
     normalizer = scores.logsumexp(-1)
     logprobs = scores.gather(-1, targets[:, None]).squeeze(-1) - normalizer
-    with torch.no_grad():  # last, so that the recomputation in the backward pass stops before it
-        # An impossible token (logit -inf) adds nothing: p log p is 0 there, not NaN.
+    # Last, so that the recomputation in the backward pass stops before it where it has no gradient.
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         p = (scores - normalizer[:, None]).exp()
-        entropy = normalizer - (p * scores).where(p > 0, 0.0).sum(-1)
+        # An impossible token (logit -inf) adds nothing: p log p is 0 there, not NaN, and so is its gradient.
+        entropy = normalizer - (p * scores.where(p > 0, 0.0)).sum(-1)
     return logprobs, entropy
 
 
@@ -72,7 +81,9 @@ def response_hidden(model: nn.Module, micro: MicroBatch) -> Tensor:
     return hidden.flatten(0, 1).index_select(0, micro.predictors)
 
 
-def policy_logprobs(loaded: Loaded, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+def policy_logprobs(
+    loaded: Loaded, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies of a micro-batch's response tokens at ``temperature``, (B, T) each."""
     model: Any = loaded.model
     if loaded.packed:
@@ -84,7 +95,7 @@ def policy_logprobs(loaded: Loaded, micro: MicroBatch, temperature: float) -> tu
             input_ids=micro.tokens, attention_mask=micro.attention_mask, position_ids=micro.positions, use_cache=False
         ).logits
         hidden, head = output.flatten(0, 1).index_select(0, micro.predictors), nn.Identity()
-    logprobs, entropy = token_logprobs(hidden, head, micro.targets, temperature)
+    logprobs, entropy = token_logprobs(hidden, head, micro.targets, temperature, entropy_gradient=entropy_gradient)
     return micro.rows(logprobs), micro.rows(entropy)
 
 
