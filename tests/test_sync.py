@@ -219,8 +219,10 @@ def test_weights_of_another_model_are_refused_by_name(apart):
 
 def test_two_types_are_refused_with_the_way_out(tiny_path):
     actor, rollout = Actor(config(tiny_path, "bfloat16")), Rollout(config(tiny_path))
+    old = checksum(rollout.loaded.model.named_parameters())
     with pytest.raises(UserError, match=r"torch\.bfloat16, the engine in torch\.float32 .*--model\.dtype"):
         rollout.load_weights(1, *_flat(exported(actor)))
+    assert checksum(rollout.loaded.model.named_parameters()) == old
 
 
 def _flat(parts: tuple[str, list]) -> list:

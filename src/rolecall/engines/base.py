@@ -23,13 +23,19 @@ class Engine(Protocol):
     def generate(self, requests: list[Request]) -> list[Sample]:
         """All ``n`` samples of every request, in request order, then by ``index``.
 
-        Raises UserError for a prompt that is empty or leaves no room for a response in the model's context.
+        Raises:
+            UserError: a prompt is empty or leaves no room for one token in the model's context.
+            RunError: the model gives NaN.
         """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Write every parameter (Hugging Face names) and return the checksum of what is now in place.
 
-        All or nothing: an unknown name, a missing one or a wrong shape raises before anything is written.
+        A tied parameter goes by any of its names, once or several times with equal values.
+
+        Raises (before anything is written):
+            UserError: the weights have another type than the engine's.
+            RunError: an unknown or missing name, a wrong shape, or two values for one parameter.
         """
         ...

@@ -27,12 +27,7 @@ class TransformersEngine(LocalEngine):
 
     @torch.no_grad()
     def generate(self, requests: list[Request]) -> list[Sample]:
-        """All ``n`` samples of every request, in request order, then by ``index``.
-
-        Raises:
-            UserError: a prompt is empty or leaves no room for one token.
-            RunError: the model gives NaN.
-        """
+        """See ``Engine.generate``."""
         sequences = self.endings.open(requests)
         for start in range(0, len(sequences), self.max_sequences):
             self._run(sequences[start : start + self.max_sequences])

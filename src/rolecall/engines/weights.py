@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rolecall.engines.sequence import Endings
-from rolecall.errors import RunError
+from rolecall.errors import RunError, UserError
 from rolecall.models import Loaded
 from rolecall.sync import checksum
 
@@ -25,7 +25,7 @@ class LocalEngine:
         self.endings = Endings(loaded.model, loaded.tokenizer)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Write every parameter, all or nothing, and return the checksum of what is now in place."""
+        """See ``Engine.load_weights``."""
         checksum = load_weights(self.model, weights)
         self.version = version
         return checksum
@@ -33,13 +33,7 @@ class LocalEngine:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Write every parameter of ``model`` in place and return the checksum of what is now there.
-
-    A tied parameter goes by any of its names, once or several times with equal values.
-
-    Raises:
-        RunError: an unknown or missing name, a wrong shape, or two values for one parameter; nothing is written then.
-    """
+    """``Engine.load_weights`` for a model in this process."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     given: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in weights:
@@ -50,6 +44,11 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> str
             raise RunError(
                 f"Weight sync: {name!r} has shape {tuple(tensor.shape)}, the engine's parameter "
                 f"{tuple(parameter.shape)}; nothing was written."
+            )
+        if parameter.dtype != tensor.dtype:
+            raise UserError(
+                f"The Actor computes in {tensor.dtype}, the engine in {parameter.dtype} ({name}), because one has a "
+                "GPU and the other has none. Set --model.dtype, or give both pools gpus."
             )
         other, value = given.setdefault(id(parameter), (name, tensor))
         if value is not tensor and not torch.equal(value, tensor):

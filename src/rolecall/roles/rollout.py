@@ -6,7 +6,7 @@ from typing import Any
 
 from rolecall import engines, models
 from rolecall.config import Config
-from rolecall.errors import RunError, UserError
+from rolecall.errors import RunError
 from rolecall.roles.actor import Actor
 from rolecall.samples import Request, Sample
 from rolecall.sync.buckets import Bucket, checksum
@@ -33,7 +33,7 @@ class Rollout:
         return self.engine.version
 
     def generate(self, requests: list[Request]) -> list[Sample]:
-        """All ``n`` samples of every request, in request order, then by ``index``."""
+        """See ``Engine.generate``."""
         return self.engine.generate(requests)
 
     def share_weights(self, version: int) -> None:
@@ -55,9 +55,8 @@ class Rollout:
             buckets: all of them.
 
         Raises:
-            RunError: what arrived is not what was sent, or not exactly the engine's parameters (nothing is written
-                then), or what the engine holds afterwards is something else.
-            UserError: Actor and engine compute in different types.
+            RunError: what arrived is not what was sent, or what the engine holds afterwards is something else.
+            UserError, RunError: the engine refuses the weights; nothing is written then.
         """
         weights = [pair for bucket in buckets for pair in bucket.tensors()]
         if (arrived := checksum(weights)) != sent:
@@ -65,15 +64,5 @@ class Rollout:
                 f"Weight sync: {len(weights)} tensors arrived with checksum {arrived}, the Actor sent {sent}; "
                 f"the engine keeps version {self.version}."
             )
-        self._check_types(weights)
         if (loaded := self.engine.load_weights(weights, version)) != sent:
             raise RunError(f"Weight sync: the engine holds weights with checksum {loaded}, the Actor sent {sent}.")
-
-    def _check_types(self, weights: list[tuple[str, Any]]) -> None:
-        own = dict(self.loaded.model.named_parameters())
-        for name, tensor in weights:
-            if name in own and own[name].dtype != tensor.dtype:
-                raise UserError(
-                    f"The Actor computes in {tensor.dtype}, the engine in {own[name].dtype} ({name}), because one has "
-                    "a GPU and the other has none. Set --model.dtype, or give both pools gpus."
-                )

@@ -37,12 +37,7 @@ class NativeEngine(LocalEngine):
     # Not inference_mode: a module may keep a tensor it makes here (rotary caches), and the Actor trains on this model.
     @torch.no_grad()
     def generate(self, requests: list[Request]) -> list[Sample]:
-        """All ``n`` samples of every request, in request order, then by ``index``.
-
-        Raises:
-            UserError: a prompt is empty or leaves no room for one token.
-            RunError: the model gives NaN.
-        """
+        """See ``Engine.generate``."""
         sequences = self.endings.open(requests)
         waiting = deque(self._parts(sequences))
         rows: list[Sequence] = []  # rows[i] runs in slot i
