@@ -33,8 +33,8 @@ def policy_loss(
     """Minus the aggregate of w_t J_t, with rho = pi / pi_old and clip(x) = min(max(x, 1 - clip_low), 1 + clip_high).
 
     * kind "clip": J = min(rho A, clip(rho) A), PPO (1707.06347, eq. 7) with the separate bounds of DAPO (2503.14476,
-      eq. 10). With ``dual_clip`` c > 1, J = max(J, c A) where A < 0 (1912.09729, eq. 5): a bad token that the policy has
-      made much *more* likely no longer outweighs the batch.
+      eq. 10). With ``dual_clip`` c > 1, J = max(J, c A) where A < 0 (1912.09729, eq. 5): a bad token that the policy
+      has made much *more* likely no longer outweighs the batch.
     * kind "cispo": J = stop(clip(rho)) A log pi (MiniMax-M1, 2506.13585, eq. 4 and 5): the weight is bounded, yet every
       token keeps its gradient. The paper bounds it from above only: clip_low 1.
     * kind "reinforce": J = A log pi (Williams, 1992). No ratio: for samples of the policy itself.
