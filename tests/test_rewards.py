@@ -170,21 +170,17 @@ def test_reward_refuses_what_is_no_list_of_numbers(tmp_path: Path, body: str, me
         reward(tmp_path, body).score([prompt()] * 2, [sample("a", 0), sample("b", 1)])
 
 
-def test_reward_that_raises_names_sample_error_and_line(tmp_path: Path) -> None:
-    role = reward(tmp_path, "return [float(text) for text in responses]")
+def test_reward_that_raises_is_called_once_and_named_with_error_and_line(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    role = reward(tmp_path, f"open({str(calls)!r}, 'a').write('.'); return [float(text) for text in responses]")
     with pytest.raises(UserError) as caught:
         role.score([prompt()] * 3, [sample("1", 0), sample("two", 1), sample("3", 2)])
     message = str(caught.value)
     assert "ValueError: could not convert string to float: 'two'" in message
     assert f"({tmp_path / 'mine.py'}, line 2)" in message
-    assert "response 1 ('two')" in message
+    assert message.endswith("called with 3 samples.")
     assert isinstance(caught.value.__cause__, ValueError)
-
-
-def test_reward_that_raises_for_the_batch_only(tmp_path: Path) -> None:
-    role = reward(tmp_path, "return [1.0] if len(responses) == 1 else 1 / 0")
-    with pytest.raises(UserError, match=r"ZeroDivisionError.*for all 2 samples together, though for none alone"):
-        role.score([prompt()] * 2, [sample("a"), sample("b")])
+    assert calls.read_text() == "."
 
 
 def test_row_without_a_number_is_an_error_not_a_zero() -> None:

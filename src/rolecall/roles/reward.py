@@ -27,20 +27,20 @@ class Reward:
     def score(self, prompts: list[Prompt], samples: list[Sample]) -> list[float]:
         """One finite value a sample; ``prompts[i]`` belongs to ``samples[i]``.
 
+        The function is called once: it may cost money or time, or keep count of its calls.
+
         Raises:
             UserError: the function raises, or returns anything but one finite number a sample.
         """
         if not samples:
             return []
-        try:
-            values = self._call(prompts, samples)
-        except (Exception, SystemExit) as error:
-            raise UserError(self._blame(prompts, samples, error)) from error
-        return self._checked(values, prompts, samples)
-
-    def _call(self, prompts: list[Prompt], samples: list[Sample]) -> Any:
         rows = [dict(prompt.row) for prompt in prompts]  # a function may write into its rows
-        return self.function([prompt.text for prompt in prompts], [sample.text for sample in samples], rows)
+        try:
+            values = self.function([prompt.text for prompt in prompts], [sample.text for sample in samples], rows)
+        except (Exception, SystemExit) as error:
+            what = describe(error, _file(self.function))
+            raise UserError(f"The reward {self.name} raised {what}, called with {len(samples)} samples.") from error
+        return self._checked(values, prompts, samples)
 
     def _checked(self, values: Any, prompts: list[Prompt], samples: list[Sample]) -> list[float]:
         if hasattr(values, "tolist"):  # a NumPy array or a tensor
@@ -57,16 +57,6 @@ class Reward:
                     "each value must be a finite number."
                 )
         return [float(value) for value in values]
-
-    def _blame(self, prompts: list[Prompt], samples: list[Sample], error: BaseException) -> str:
-        """The original error with its line, and the first sample that raises alone."""
-        what = f"The reward {self.name} raised {describe(error, _file(self.function))}"
-        for prompt, sample in zip(prompts, samples, strict=True):
-            try:
-                self._call([prompt], [sample])
-            except (Exception, SystemExit):
-                return f"{what}, for {_shown(prompt, sample)}."
-        return f"{what}, for all {len(samples)} samples together, though for none alone."
 
 
 def _file(function: Any) -> str | None:
