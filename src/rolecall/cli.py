@@ -34,20 +34,21 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its newest checkpoint")] = False,
 ) -> None:
     """Train as FILE says; any field is overridden by [bold]--section.key value[/bold] (docs/configuration.md)."""
+    config = Config.load(file, context.args)  # before what takes seconds to import: a mistake in it shows at once
     from rolecall.loop.run import train as run
 
-    run(Config.load(file, context.args), resume=resume)
+    run(config, resume=resume)
 
 
 @app.command(context_settings=OVERRIDES)
 def demo(context: typer.Context) -> None:
     """Teach a 135M chat model one-digit addition by GRPO, in minutes, on whatever is here. Takes overrides, too."""
-    from rolecall.loop.run import train as run
-
     with resources.as_file(resources.files("rolecall") / "demo.toml") as file:
         config = Config.load(file, context.args)
     if "run.dir" not in parse_overrides(context.args):
         config.run.dir = str(_unused(Path("runs/demo")))
+    from rolecall.loop.run import train as run
+
     run(config)
 
 
@@ -58,11 +59,11 @@ def evaluate(
     model: Annotated[str, typer.Option(help="Folder or hub id to evaluate instead of the file's model")] = "",
 ) -> None:
     """Score a model on the held-out prompts of FILE."""
-    from rolecall.loop.evaluation import accuracy, evaluate_model
-
     config = Config.load(file, context.args)
     if model:
         config.model.path = model
+    from rolecall.loop.evaluation import accuracy, evaluate_model
+
     lines = evaluate_model(config)
     print(f"held-out accuracy {accuracy(lines):.3f} ({len(lines)} responses)")
     for line in lines[:: config.run.eval_samples][:8]:
