@@ -1,8 +1,10 @@
-"""What several test files share: one tiny model, made once, and no time limit on hypothesis' examples."""
+"""What several test files share: one tiny model, made once, a Ray for a file's runs, no time limit on examples."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 from hypothesis import settings
 
 from rolecall import config, models
@@ -23,3 +25,11 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(tiny_path: Path) -> Loaded:
     """The 0.1M-parameter Llama in FP32 on the CPU. Tests that change its weights load their own."""
     return models.load(config.Model(path=str(tiny_path), dtype="float32"), "cpu")
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """A Ray that this process is connected to: runs in it work there, instead of each starting one for itself."""
+    ray.init("local", include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()

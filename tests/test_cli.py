@@ -5,8 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+from rolecall.cli import main
 
 RECIPE = """
 [model]
@@ -24,10 +28,26 @@ steps = 1
 """
 
 
-def rolecall(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rolecall", *map(str, arguments)], capture_output=True, text=True, timeout=240
-    )
+COMMAND = [sys.executable, "-m", "rolecall"]
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def rolecall(monkeypatch, capfd):
+    """Calls the command in this process, which has imported what it needs."""
+
+    def call(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["rolecall", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Done(ended.value.code, *capfd.readouterr())
+
+    return call
 
 
 @pytest.fixture
@@ -42,9 +62,8 @@ def recipe(tmp_path, tiny_path):
         (("--rollout.temperatur", 1), "Did you mean 'temperature'?"),
         (("--rolout.temperature", 1), "Did you mean 'rollout'?"),
         (("--rollout.temperature", "hot"), "rollout.temperature = 'hot'"),
-        (("--rollout.group_size", 2), "group_size is 2: GRPO needs groups of at least 4"),
+        (("--rollout.group_size", 2), "group_size is 2: grpo needs groups of at least 4"),
         (("--rollout.top_p", 0.9), "rollout.top_p = 0.9"),
-        (("--rollout.engine", "nativ"), "Did you mean 'native'?"),
         (("--data.path", "nowhere.jsonl"), "nowhere.jsonl"),
         (("--data.prompt", "{question}"), "question"),
         (("--data.max_prompt_tokens", 1), "max_prompt_tokens"),
@@ -55,66 +74,90 @@ def recipe(tmp_path, tiny_path):
         (("--algorithm.kl_target", 0.1), "set algorithm.kl_beta too"),
     ],
 )
-def test_mistakes_of_the_user(tmp_path, recipe, override, says):
+def test_mistakes_of_the_user(tmp_path, recipe, rolecall, monkeypatch, override, says):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     run = tmp_path / "run"
     done = rolecall("train", recipe, "--run.dir", run, *override)
-    assert done.returncode == 2, done.stderr
-    assert says in done.stderr.replace("\n", " ")
-    assert "Traceback" not in done.stderr
+    assert done.code == 2, done.err
+    assert says in done.err.replace("\n", " ")
+    assert "Traceback" not in done.err
     assert not run.exists()
+
+
+def test_a_mistake_ends_the_process_with_2_and_one_message(recipe):
+    command = [*COMMAND, "train", recipe, "--rollout.temperatur", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2
+    assert done.stderr == "rolecall: Unknown configuration key 'rollout.temperatur'. Did you mean 'temperature'?\n"
+
+
+def broken(body: str, folder: Path) -> list[str]:
+    """Options for a reward function of this body."""
+    (folder / "broken.py").write_text(f"def score(prompts, responses, rows):\n    {body}\n")
+    return ["--reward.function", f"{folder}/broken.py:score"]
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return [1.0]", "8"),
+        ("return [1.0]", "returned 1 values for 8 samples"),
         ("return [float('nan')] * len(responses)", "nan"),
         ("return 1 / 0", "division by zero"),
     ],
 )
-def test_a_broken_reward_is_the_users_to_mend(tmp_path, recipe, body, says):
-    (tmp_path / "broken.py").write_text(f"def score(prompts, responses, rows):\n    {body}\n")
-    options = ("--reward.function", f"{tmp_path}/broken.py:score", "--data.holdout", 0, "--run.dir", tmp_path / "run")
-    done = rolecall("train", recipe, *options)
-    assert done.returncode == 2, done.stderr
-    assert says in done.stderr and "broken.py" in done.stderr
-    assert "RayTaskError" not in done.stderr
+def test_a_broken_reward_is_the_users_to_mend(tmp_path, recipe, rolecall, body, says):
+    done = rolecall("eval", recipe, "--data.holdout", 2, *broken(body, tmp_path))
+    assert done.code == 2, done.err
+    assert says in done.err and "broken.py" in done.err
+    assert "Traceback" not in done.err
 
 
-def test_a_finished_run_is_not_overwritten(tmp_path, recipe):
+def test_what_a_role_raises_in_its_process_is_said_alone(tmp_path, recipe, rolecall, local_ray):
+    done = rolecall("train", recipe, "--run.dir", tmp_path / "run", *broken("return 1 / 0", tmp_path))
+    assert done.code == 2, done.err
+    assert "division by zero" in done.err and "broken.py" in done.err
+    assert "RayTaskError" not in done.err and "Traceback" not in done.err
+
+
+def test_what_a_role_refuses_when_it_is_built_is_said_alone(tmp_path, recipe, rolecall, local_ray):
+    done = rolecall("train", recipe, "--run.dir", tmp_path / "run", "--rollout.engine", "nativ")
+    assert done.code == 2, done.err
+    assert "Did you mean 'native'?" in done.err
+    assert "RayTaskError" not in done.err and "Traceback" not in done.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_takes_one_run_at_a_time_and_keeps_it(tmp_path, recipe, rolecall):
     run = tmp_path / "run"
-    assert rolecall("train", recipe, "--run.dir", run).returncode == 0
+    first = subprocess.Popen([*COMMAND, "train", recipe, "--run.dir", run], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while not run.exists() and first.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    meanwhile = rolecall("train", recipe, "--run.dir", run, "--resume")
+    assert meanwhile.code == 2 and "Another run is working in" in meanwhile.err
+    assert first.wait(240) == 0
     again = rolecall("train", recipe, "--run.dir", run)
-    assert again.returncode == 2
-    assert "--resume" in again.stderr
+    assert again.code == 2 and "--resume" in again.err
 
     report = rolecall("report", run)
-    assert report.returncode == 0 and "report.html" in report.stdout
+    assert report.code == 0 and "report.html" in report.out
     evaluated = rolecall("eval", recipe, "--model", run / "model")
-    assert evaluated.returncode == 0, evaluated.stderr
-    assert "accuracy" in evaluated.stdout
+    assert evaluated.code == 0, evaluated.err
+    assert "accuracy" in evaluated.out
 
 
-def test_a_folder_takes_one_run_at_a_time(tmp_path, recipe):
-    command = [sys.executable, "-m", "rolecall", "train", str(recipe), "--run.dir", str(tmp_path / "run")]
-    first = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    time.sleep(3)
-    second = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert sorted([first.wait(240), second.returncode]) == [0, 2]
-
-
-def test_a_run_needs_a_folder(tmp_path, recipe):
+def test_a_run_needs_a_folder(tmp_path, recipe, rolecall):
     (tmp_path / "file").touch()
     done = rolecall("train", recipe, "--run.dir", tmp_path / "file")
-    assert done.returncode == 2
-    assert "is no folder that can be written to" in done.stderr
+    assert done.code == 2
+    assert "is no folder that can be written to" in done.err
 
 
-def test_help_lists_every_command():
+def test_help_lists_every_command(rolecall):
     done = rolecall("--help")
-    assert done.returncode == 0
+    assert done.code == 0
     for name in ("train", "demo", "eval", "report", "bench", "doctor"):
-        assert name in done.stdout
+        assert name in done.out
 
 
 def test_importing_the_package_is_light():

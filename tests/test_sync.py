@@ -6,13 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall import models, sync
-from rolecall.cluster import spawn
+from rolecall.cluster import Roles, spawn
 from rolecall.config import Config
 from rolecall.errors import RunError, UserError
 from rolecall.roles.actor import Actor
@@ -233,46 +232,49 @@ def _flat(parts: tuple[str, list]) -> list:
 
 
 @pytest.fixture(scope="module")
-def local_ray():
-    ray.init("local", include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
-def through_sync(tiny_path: Path, **cluster) -> None:
-    with spawn(config(tiny_path, **cluster)) as roles:
-        first = roles.rollout.generate([GREEDY])[0]
-        assert first.response == roles.actor.start(greedy).result()
-        for step in (1, 2):
-            roles.actor.start(shift, step).result()
-            moved = sync.sync(roles, step)
-            after = roles.rollout.generate([GREEDY])[0]
-            assert after.response == roles.actor.start(greedy).result()
-            assert after.versions == [(0, len(after.response), step)]
-            yield moved, first.response, after.response
-        assert sync.sync(roles, version=10)["sync/version"] == 10
-
-
-def test_sync_between_two_processes_changes_what_is_generated(tiny_path, tiny, local_ray):
+def in_two_processes(tiny_path, local_ray):
     pools = {"train": {"roles": ["actor"]}, "roll": {"roles": ["rollout"]}, "score": {"roles": ["reward"]}}
+    with spawn(config(tiny_path, pools=pools)) as roles:
+        yield roles
+
+
+def through_sync(roles: Roles):
+    first = roles.rollout.generate([GREEDY])[0]
+    assert first.response == roles.actor.start(greedy).result()
+    for step in (1, 2):
+        roles.actor.start(shift, step).result()
+        moved = sync.sync(roles, step)
+        after = roles.rollout.generate([GREEDY])[0]
+        assert after.response == roles.actor.start(greedy).result()
+        assert after.versions == [(0, len(after.response), step)]
+        yield moved, first.response, after.response
+    assert sync.sync(roles, version=10)["sync/version"] == 10
+
+
+def test_sync_between_two_processes_changes_what_is_generated(in_two_processes, tiny):
     responses = []
-    for moved, first, after in through_sync(tiny_path, pools=pools):
+    for moved, first, after in through_sync(in_two_processes):
         assert moved["sync/bytes"] == sum(p.nbytes for p in tiny.model.parameters())
         responses += [first, after]
     assert len({tuple(response) for response in responses}) == 3
 
 
 def test_sync_in_one_process_moves_nothing(tiny_path, local_ray):
-    assert [moved["sync/bytes"] for moved, _, _ in through_sync(tiny_path)] == [0, 0]
+    with spawn(config(tiny_path)) as roles:
+        assert [moved["sync/bytes"] for moved, _, _ in through_sync(roles)] == [0, 0]
 
 
-def test_a_failed_sync_names_itself(tiny_path, local_ray):
-    pools = {"train": {"roles": ["actor"]}, "roll": {"roles": ["rollout"]}, "score": {"roles": ["reward"]}}
-    with spawn(config(tiny_path, pools=pools)) as roles:
-        roles.actor.start(poison).result()
-        with pytest.raises(RunError, match=r"no parameter 'extra'"):
-            sync.sync(roles, 1)
+def test_a_failed_sync_names_itself(in_two_processes):
+    in_two_processes.actor.start(poison).result()
+    with pytest.raises(RunError, match=r"no parameter 'extra'"):
+        sync.sync(in_two_processes, 11)
+    in_two_processes.actor.start(cure).result()
+    assert sync.sync(in_two_processes, 12)["sync/version"] == 12
 
 
 def poison(actor: Actor) -> None:
     actor.loaded.model.extra = torch.nn.Parameter(torch.zeros(2))
+
+
+def cure(actor: Actor) -> None:
+    del actor.loaded.model.extra
