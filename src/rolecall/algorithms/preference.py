@@ -80,8 +80,10 @@ def dpo_loss(
         return -F.logsigmoid(beta * h) if kind == "sigmoid" else (h - 1 / (2 * beta)).square()
 
     everyone = torch.ones_like(h, dtype=torch.bool)
-    smoothed = (1 - label_smoothing) * pair_loss(h) + label_smoothing * pair_loss(-h)
-    loss = masked_mean(smoothed, everyone, total)
+    losses = pair_loss(h)
+    if label_smoothing > 0:  # not with 0: the other label's loss may be infinite
+        losses = (1 - label_smoothing) * losses + label_smoothing * pair_loss(-h)
+    loss = masked_mean(losses, everyone, total)
     return loss, floats(
         loss=loss,
         accuracy=masked_mean(h > 0, everyone, total),
