@@ -24,7 +24,7 @@ another part are tested there:
         test_cluster.py::test_a_reward_that_hangs_is_ended_and_named
         test_rewards.py::test_row_without_a_number_is_an_error_not_a_zero
 21  dynamic sampling never ends
-        test_stages.py::test_nothing_but_flat_groups_ends_with_what_to_do
+        test_stages.py::test_dynamic_sampling_is_bounded_and_goes_on_with_what_there_is
 22  versions that do not cover a response (and below)
         test_checks.py::test_version_spans_that_miss_a_token_stop_the_run
 24  bfloat16 loses small updates
