@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,10 +39,16 @@ def comparable(run_dir: Path) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("recipe", ["grpo-tiny", "ppo-tiny"])
-def test_a_run_leaves_everything_it_promises(tmp_path, recipe):
-    run = rolecall.train(tiny_config(tmp_path / "run", recipe))
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, local_ray) -> dict[str, rolecall.Run]:
+    """A finished run of each recipe, to look at and not to change."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {recipe: rolecall.train(tiny_config(folder / recipe, recipe)) for recipe in ("grpo-tiny", "ppo-tiny")}
 
+
+@pytest.mark.parametrize("recipe", ["grpo-tiny", "ppo-tiny"])
+def test_a_run_leaves_everything_it_promises(tmp_path, runs, recipe):
+    run = runs[recipe]
     assert [line["step"] for line in run.metrics] == [1, 2, 3]
     expected = {"reward/mean", "policy/loss", "policy/entropy", "policy/grad_norm", "mismatch/mean", "time/step"}
     expected |= {f"time/{stage}" for stage in ("generate", "score", "reference", "advantages", "update", "sync")}
@@ -61,15 +68,14 @@ def test_a_run_leaves_everything_it_promises(tmp_path, recipe):
     assert (tmp_path / "copy" / "model.safetensors").exists()
 
 
-def test_python_and_command_line_give_the_same_result(tmp_path):
-    rolecall.train(tiny_config(tmp_path / "python"))
+def test_python_and_command_line_give_the_same_result(tmp_path, runs):
     line = command("train", RECIPES / "grpo-tiny.toml", "--run.dir", tmp_path / "cli", "--run.steps", 3)
     line += ["--rollout.prompts", "4", "--rollout.group_size=4", "--data.holdout", "4"]
     subprocess.run(line, check=True, timeout=300)
-    assert comparable(tmp_path / "cli") == comparable(tmp_path / "python")
+    assert comparable(tmp_path / "cli") == comparable(runs["grpo-tiny"].dir)
 
 
-def test_own_data_and_own_reward_without_touching_the_package(tmp_path, tiny_path):
+def test_own_data_and_own_reward_without_touching_the_package(tmp_path, tiny_path, local_ray):
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"q": f"{i} 0", "a": str(i)}) for i in range(8)))
     (tmp_path / "reward.py").write_text(
         "def short(prompts, responses, rows):\n"
@@ -87,13 +93,13 @@ def test_own_data_and_own_reward_without_touching_the_package(tmp_path, tiny_pat
     assert 0 < run.metrics[0]["reward/mean"] <= 1
 
 
-def test_a_killed_run_resumes_to_the_same_result(tmp_path):
+def test_a_killed_run_resumes_to_the_same_result(tmp_path, local_ray):
     """SIGKILL at a random step; the resumed run draws the same prompts and ends with the same metrics and weights."""
     steps = 24
-    options = ["--run.steps", steps, "--run.save_every", 3, "--rollout.prompts", 2, "--rollout.group_size", 4]
-    options += ["--data.holdout", 2]
+    short = {"run.steps": steps, "run.save_every": 3, "rollout.prompts": 2, "rollout.group_size": 4, "data.holdout": 2}
+    options = [part for key, value in short.items() for part in (f"--{key}", value)]
     recipe = RECIPES / "ppo-tiny.toml"  # PPO: Critic and KL controller are part of what must come back
-    subprocess.run(command("train", recipe, "--run.dir", tmp_path / "whole", *options), check=True, timeout=300)
+    rolecall.train(Config.load(recipe, short | {"run.dir": str(tmp_path / "whole")}))
 
     killed = tmp_path / "killed"
     kill_after = random.randint(1, steps // 2)
@@ -122,8 +128,8 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path):
     assert read(tmp_path / "whole" / "eval.jsonl") == read(killed / "eval.jsonl")
 
 
-def test_what_may_change_on_resume_takes_effect_and_the_algorithm_may_not(tmp_path):
-    rolecall.train(tiny_config(tmp_path / "run", algorithm__watch_kl=True))
+def test_what_may_change_on_resume_takes_effect_and_the_algorithm_may_not(tmp_path, runs):
+    shutil.copytree(runs["grpo-tiny"].dir, tmp_path / "run")
     weighed = tiny_config(tmp_path / "run", run__steps=4, algorithm__kl_beta=0.5)
     assert rolecall.train(weighed, resume=True).metrics[-1]["kl_beta"] == 0.5
     with pytest.raises(rolecall.UserError, match="was trained by grpo"):
@@ -132,7 +138,7 @@ def test_what_may_change_on_resume_takes_effect_and_the_algorithm_may_not(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["grpo-tiny", "ppo-tiny"])
-def test_learns_the_first_digit_from_random_weights(tmp_path, recipe):
+def test_learns_the_first_digit_from_random_weights(tmp_path, local_ray, recipe):
     """From about .05 to .7 at least (seeds: benchmarks/learning.md); a wrong sign, shift or sync leaves it there."""
     run = rolecall.train(Config.load(RECIPES / f"{recipe}.toml", {"run.dir": str(tmp_path / "run")}))
     rewards = [line["reward/mean"] for line in run.metrics]
@@ -143,19 +149,20 @@ def test_learns_the_first_digit_from_random_weights(tmp_path, recipe):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["grpo-arithmetic", "ppo-arithmetic"])
-def test_the_real_model_runs_and_moves(tmp_path, recipe):
-    """Few steps of the demo on the 135M model."""
-    overrides = {"run.dir": str(tmp_path / "run"), "run.steps": 4, "run.eval_samples": 1}
-    run = rolecall.train(Config.load(RECIPES / f"{recipe}.toml", overrides))
-    assert len(run.metrics) == 4
+def test_the_real_model_runs_and_moves(tmp_path, local_ray, recipe):
+    """Two steps of the demo's task on the 135M model."""
+    small = {"run.steps": 2, "critic.warmup_only": 1, "rollout.prompts": 8, "rollout.group_size": 4}
+    small |= {"data.holdout": 2, "run.eval_samples": 1, "run.dir": str(tmp_path / "run")}
+    run = rolecall.train(Config.load(RECIPES / f"{recipe}.toml", small))
+    assert len(run.metrics) == 2
     assert 0.02 < run.metrics[0]["reward/mean"] < 0.5
-    assert run.metrics[-1]["mismatch/mean"] < 1e-3  # PPO's first steps train the Critic alone
+    assert run.metrics[-1]["mismatch/mean"] < 1e-3  # PPO's first step trains the Critic alone
     assert run.metrics[-1]["policy/grad_norm"] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["grpo-svamp", "ppo-gsm8k"])
-def test_word_problem_recipes_run(tmp_path, recipe):
+def test_word_problem_recipes_run(tmp_path, local_ray, recipe):
     """With a model too small to learn them, so only that every stage works on them."""
     small = {"model.path": "smollm2-135m-instruct", "data.eval_path": "", "data.holdout": 1, "run.eval_samples": 1}
     small |= {"rollout.prompts": 1, "rollout.group_size": 4, "rollout.max_tokens": 16, "run.steps": 1}
