@@ -118,6 +118,11 @@ def test_the_smallest_group_of_each_baseline(algorithm, size, ok):
         config.check_trainable()
 
 
+def test_reinforce_takes_one_step_a_batch():
+    with pytest.raises(UserError, match=r"actor.epochs is 1 and actor.minibatches 2. Set both to 1"):
+        Config(algorithm={"name": "rloo"}, actor={"minibatches": 2}).check_trainable()
+
+
 def test_a_group_of_one_is_always_flat():
     config = Config(algorithm={"name": "ppo", "dynamic_sampling": 1}, rollout={"group_size": 1})
     with pytest.raises(UserError, match="always flat"):

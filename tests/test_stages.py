@@ -201,12 +201,22 @@ def test_dynamic_sampling_is_bounded_and_goes_on_with_what_there_is(context):
     assert metrics["groups/kept"] == 1 and 4 <= metrics["groups/drawn"] <= 6
 
 
-def test_nothing_but_flat_groups_ends_with_what_to_do(context):
+def test_nothing_but_flat_groups_at_the_start_ends_with_what_to_do(context):
     here = context(lambda prompts, samples: [0.25] * len(samples), algorithm={"name": "dapo"})
     sampler = Sampler(prompts(3), seed=0)
     with pytest.raises(RunError, match=r"All 10 groups of 5 rounds are flat \(mean reward 0.25\).*dynamic_sampling 0"):
         sync.take_step(here, sampler, 1)
     assert sampler.position == 10
+
+
+def test_nothing_but_flat_groups_later_is_a_step_that_changes_nothing(context):
+    """A model that has learned all there is goes on to the end of its run."""
+    here = context(lambda prompts, samples: [1.0] * len(samples), algorithm={"dynamic_sampling": 2})
+    here.checked = True
+    sampler = Sampler(prompts(3), seed=0)
+    groups, samples, metrics = sync.take_step(here, sampler, 7)
+    assert [group_id for group_id, _ in groups] == [4, 5] and sampler.position == 6
+    assert metrics["groups/kept"] == 0 and metrics["policy/skipped_samples"] == len(samples) == 8
 
 
 def test_without_dynamic_sampling_flat_groups_stay(context):

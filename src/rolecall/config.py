@@ -326,6 +326,12 @@ class Config(Section):
                 f"rollout.group_size is {rollout.group_size}: {algorithm.name} needs groups of at least {smallest} to "
                 "estimate a baseline. Use a larger group, or PPO with a Critic (--algorithm.name ppo)."
             )
+        if algorithm.loss == "reinforce" and self.actor.epochs * self.actor.minibatches > 1:
+            raise UserError(
+                "algorithm.loss = 'reinforce' has no ratio to the old policy, so a step's samples serve one optimizer "
+                f"step, but actor.epochs is {self.actor.epochs} and actor.minibatches {self.actor.minibatches}. Set "
+                "both to 1, or take algorithm.loss = 'clip'."
+            )
         if algorithm.dynamic_sampling and rollout.group_size < 2:
             raise UserError(
                 "A group of one is always flat: algorithm.dynamic_sampling needs rollout.group_size over 1."

@@ -43,8 +43,11 @@ def take_step(context: Context, sampler: Sampler, step: int) -> tuple[list[Group
 def _roll_out(context: Context, sampler: Sampler, clock: Stages) -> tuple[list[Group], list[Sample], Metrics]:
     """Stages 1 and 2. With dynamic sampling (DAPO, 2503.14476) flat groups are replaced, in a bounded number of rounds.
 
+    A step that finds fewer than it wants goes on with those; one that finds none, as when all is learned, changes
+    nothing.
+
     Raises:
-        RunError: dynamic sampling found none but flat groups.
+        RunError: there is none at the first step, so nothing can be learned.
     """
     wanted, rounds = context.config.rollout.prompts, context.config.algorithm.dynamic_sampling
     groups: list[Group] = []
@@ -62,12 +65,13 @@ def _roll_out(context: Context, sampler: Sampler, clock: Stages) -> tuple[list[G
     metrics = stages.rollout_metrics(samples)
     if rounds == 0:
         return groups, samples, metrics
-    if not varied:
+    if not varied and not context.checked:
         raise RunError(
             f"All {len(groups)} groups of {1 + rounds} rounds are flat (mean reward {metrics['reward/mean']:g}), so "
             "there is nothing to learn: the prompts are too hard or too easy for the model, or the reward is constant. "
-            "Change the data, or go on without replacing flat groups: --resume --algorithm.dynamic_sampling 0."
+            "Change the data or the reward, or keep flat groups (--algorithm.dynamic_sampling 0)."
         )
     metrics |= {"groups/drawn": len(groups), "groups/kept": len(varied)}
-    kept = [sample for sample in samples if sample.group_id in varied]
-    return [group for group in groups if group[0] in varied], kept, metrics
+    kept = varied or {group_id for group_id, _ in drawn}
+    groups = [group for group in groups if group[0] in kept]
+    return groups, [sample for sample in samples if sample.group_id in kept], metrics

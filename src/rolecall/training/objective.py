@@ -68,7 +68,11 @@ def policy_objective(
     )
     if beta > 0:
         assert ref_logprobs is not None
-        loss = loss + beta * mean(kl(logprobs, ref_logprobs, estimator=settings.kl_estimator, mask=mask))
+        # The estimate is an expectation over the policy in training, so from the engine's samples it takes the
+        # correction's weights, and from the old policy's the ratio.
+        ratio = (logprobs.detach() - old_logprobs).where(mask.bool(), 0.0).exp().clamp(max=settings.correction_cap)
+        drift = kl(logprobs, ref_logprobs, estimator=settings.kl_estimator, mask=mask)
+        loss = loss + beta * mean(weights * ratio * drift)
     if settings.entropy_coef > 0:
         loss = loss - settings.entropy_coef * mean(entropy)
 

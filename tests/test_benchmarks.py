@@ -1,0 +1,55 @@
+"""`rolecall bench objectives`: every objective reaches its optimum, and a wrong one would not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import objectives
+from rolecall.training import objective
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", [*objectives._cases(), *objectives.PREFERENCES])
+def test_every_objective_reaches_its_optimum(name):
+    verdict = objectives.learn(name, seed=0)
+    assert verdict["passed"], verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("k2 in the loss", {"kl_beta": 2 * objectives.BETA}),
+        ("k2 in the loss", {"kl_in": "reward", "kl_beta": objectives.BETA / 2}),
+        ("k2 in the loss", {"kl_estimator": "k3"}),
+        ("entropy bonus", {"entropy_coef": objectives.BETA / 2}),
+        ("adaptive KL, to its target", {"kl_target": 0.0}),
+    ],
+)
+def test_a_wrong_factor_or_term_misses_it(name, wrong):
+    case = objectives._cases()[name]
+    verdict = objectives._learn(replace(case, settings=case.settings | wrong), seed=0)
+    assert not verdict["passed"], verdict
+
+
+@pytest.mark.parametrize("name", ["algorithm.name grpo", "algorithm.name ppo", "DPO, sigmoid"])
+def test_a_wrong_sign_misses_it(monkeypatch, name):
+    def negated(loss):
+        def wrong(*arguments, **options):
+            value, metrics = loss(*arguments, **options)
+            return -value, metrics
+
+        return wrong
+
+    monkeypatch.setattr(objective, "policy_loss", negated(objective.policy_loss))
+    monkeypatch.setattr(objectives, "dpo_loss", negated(objectives.dpo_loss))
+    assert not objectives.learn(name, seed=0)["passed"]
