@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rolecall.config import PRESETS, Config, parse_overrides
+from rolecall.config import PRESETS, Algorithm, Config, parse_overrides
 from rolecall.errors import UserError
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -21,6 +21,12 @@ DOCS = Path(__file__).parents[1] / "docs"
 def test_the_reference_page_is_up_to_date():
     page = runpy.run_path(str(DOCS / "configuration.py"))["page"]
     assert (DOCS / "configuration.md").read_text() == page(), "python docs/configuration.py > docs/configuration.md"
+
+
+def test_the_docs_of_the_objectives_name_them_all():
+    pages = "".join((DOCS / f"{page}.md").read_text() for page in ("objectives", "grpo", "ppo"))
+    missing = [name for name in [*PRESETS, *Algorithm.model_fields] if name not in pages]
+    assert not missing
 
 
 def test_there_are_few_fields():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,41 @@ def test_the_policy_loss_of_each_objective(name, options):
 
     value, gradient = slope(formula)
     assert slope(configured) == (pytest.approx(value), pytest.approx(gradient))
+
+
+def test_the_kl_term_is_the_policys_own_off_policy_too():
+    """Ratio 1.5 and engine weight 0.8 at the only action token, d = log(0.3 / 0.6): beta w rho d is the KL's gradient.
+
+    An entropy of 2 adds -0.25 x 2 to the value. The second token is a tool's: NaN everywhere.
+    """
+    new = torch.tensor([[0.3, 0.5]]).log().requires_grad_()
+    old, engine, ref = (torch.tensor([[x, torch.nan]]).log() for x in (0.2, 0.25, 0.6))
+    settings = Config(algorithm={"kl_beta": 0.1, "entropy_coef": 0.25}).algorithm
+    loss, metrics = policy_objective(
+        settings, new, torch.tensor([[2.0, torch.nan]]), torch.tensor([[1, 0]]), advantages=torch.zeros(1, 2),
+        old_logprobs=old, engine_logprobs=engine, ref_logprobs=ref, beta=0.1, totals=Totals(1, 1, 1), norm=9,
+    )  # fmt: skip
+    loss.backward()
+    d = math.log(0.5)
+    assert loss.item() == pytest.approx(0.1 * 0.8 * 1.5 * d**2 / 2 - 0.5)
+    assert new.grad.tolist() == [[pytest.approx(0.1 * 0.8 * 1.5 * d), 0]]
+    assert metrics["correction/mean"].item() == metrics["correction/max"].item() == pytest.approx(0.8)
+    assert metrics["mismatch/mean"].item() == pytest.approx(math.log(1.25)) and metrics["entropy"].item() == 2
+
+
+@pytest.mark.parametrize(
+    ("correction", "cut"),
+    [({}, 0.5), ({"correction": "mask"}, 0.5), ({"correction": "mask", "correction_floor": 0.6}, 1.0),
+     ({"correction": "none"}, 0.0), ({"correction_level": "sequence"}, 0.0)],
+)  # fmt: skip
+def test_the_share_of_weights_that_were_cut(correction, cut):
+    """Weights 3 (over the cap of 2) and 0.5 (under a floor of 0.6); their product 1.5."""
+    old = torch.tensor([[0.6, 0.2]]).log()
+    _, metrics = policy_objective(
+        Config(algorithm=correction).algorithm, old, torch.zeros(1, 2), torch.ones(1, 2), advantages=torch.ones(1, 2),
+        old_logprobs=old, engine_logprobs=torch.tensor([[0.2, 0.4]]).log(), totals=Totals(2, 1, 2), norm=9,
+    )  # fmt: skip
+    assert metrics["correction/cut"].item() == pytest.approx(cut)
 
 
 def test_rewards_are_scaled_then_clipped_then_shortened_by_length(context):

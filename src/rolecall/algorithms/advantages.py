@@ -77,8 +77,8 @@ def estimate_advantages(
 def token_rewards(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, beta: float = 1.0) -> Tensor:
     """Each sample's reward on its last action token, minus ``beta`` times the KL of every action token.
 
-    r_t = [t is the last action token] R - beta kl_t    (InstructGPT, 2203.02155, section 3.5; Ziegler et al.,
-    1909.08593, eq. 2)
+    r_t = [t is the last action token] R - beta kl_t    (InstructGPT, 2203.02155; Ziegler et al., 1909.08593,
+    eq. 2)
 
     Args:
         rewards: (B,), one a sample. mask: (B, T). kl: (B, T) per-token estimates (k1 is the one whose sum is the
@@ -134,12 +134,13 @@ def group_advantages(
 ) -> Tensor:
     """Rewards against those of the same group: A_i = (r_i - baseline) / scale.
 
-    * baseline "mean", scale "std": GRPO (2402.03300, section 4.1.2).
+    * baseline "mean", scale "std": GRPO (2402.03300, outcome supervision).
     * baseline "mean", scale "none": Dr. GRPO (2503.20783).
     * baseline "leave-one-out", scale "none": RLOO (2402.14740), the mean of the *others*, so unbiased.
 
     The deviation is the sample's (divided by G - 1), with nothing added: a group is a sample of what the policy earns
-    at this prompt, and TRL, verl and OpenRLHF take the same one (plus 1e-4 or 1e-6, which only hides flat groups).
+    at this prompt, and TRL, verl and OpenRLHF take the same one (plus 1e-4 or 1e-6, which makes
+    advantages depend on the reward's unit and lets the rounding of a flat group through).
 
     A flat group (all equal, to within a few roundings of the rewards' own type) gives exactly 0.
 
