@@ -22,7 +22,7 @@ from rolecall.roles.actor import Actor
 from rolecall.roles.critic import Critic
 from rolecall.roles.reference import Reference
 from rolecall.samples import Sample
-from training_samples import plain_logprobs, sample, uneven
+from training_samples import gradients, plain_logprobs, sample, uneven
 
 NAN = math.nan
 
@@ -46,22 +46,6 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 0
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance)
-
-
-def gradients(role: Actor | Critic, samples: list[Sample], **options: Any) -> dict[str, Tensor]:
-    """In float64, of one update that stops short of the step."""
-    module, optimizer = role.module, role.optimizer
-    module.double()
-    found: dict[str, Tensor] = {}
-
-    def step() -> dict[str, float]:
-        found.update({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None})
-        module.zero_grad()
-        return {"grad_norm": 0.0, "lr": 0.0}
-
-    optimizer.step = step  # type: ignore[method-assign]
-    role.update(samples, **options)
-    return found
 
 
 # Actor: the gradient. ----------------------------------------------------------------------------------------------
@@ -248,6 +232,7 @@ def test_more_minibatches_than_groups_take_a_step_a_group(settings):
     actor = Actor(settings(actor={"minibatches": 9}))
     actor.update(uneven(groups=2))
     assert actor.optimizer.steps == 2
+    assert actor.optimizer.steps + actor.optimizer.skipped == 8  # of 8 prompts: the schedule ends with the run
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

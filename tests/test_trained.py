@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -20,7 +19,7 @@ from transformers import (
 from rolecall.config import Config
 from rolecall.roles.actor import Actor
 from rolecall.roles.critic import Critic
-from training_samples import uneven
+from training_samples import gradients, uneven
 
 
 def settings(model: Path, **sections: Any) -> Config:
@@ -107,15 +106,8 @@ def with_dropout(request: pytest.FixtureRequest, tiny_path: Path, tmp_path: Path
     return tmp_path
 
 
-def gradients(actor: Actor) -> dict[str, Tensor]:
-    """Of one update, which stops short of the step."""
-    actor.optimizer.step = lambda: {"grad_norm": 0.0, "lr": 0.0}  # type: ignore[method-assign]
-    actor.update(uneven())
-    return {name: parameter.grad for name, parameter in actor.module.named_parameters()}
-
-
 def test_activation_checkpointing_leaves_dropout_off(with_dropout):
-    plain = gradients(Actor(settings(with_dropout)))
-    recomputed = gradients(Actor(settings(with_dropout, actor={"checkpointing": True})))
+    plain = gradients(Actor(settings(with_dropout)), uneven())
+    recomputed = gradients(Actor(settings(with_dropout, actor={"checkpointing": True})), uneven())
     assert max(gradient.abs().max() for gradient in plain.values()) > 1e-3
     torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)

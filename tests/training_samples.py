@@ -1,11 +1,13 @@
-"""Samples for the training tests, and their log-probabilities by a plain forward pass of one sequence."""
+"""Samples for the training tests, their log-probabilities by a plain forward pass of one sequence, and gradients."""
 
 import random
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rolecall.samples import Sample
+from rolecall.training.trained import Trained
 
 
 def sample(group_id=0, index=0, prompt=(6, 7, 8), response=(9, 10, 1), mask=None, **fields) -> Sample:
@@ -55,3 +57,19 @@ def plain_logprobs(model: nn.Module, sample: Sample, temperature: float = 1.0) -
     tokens = torch.tensor([sample.prompt + sample.response])
     logits = model(input_ids=tokens).logits[0, len(sample.prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1)[torch.arange(len(sample.response)), torch.tensor(sample.response)]
+
+
+def gradients(role: Trained, samples: list[Sample], **options: Any) -> dict[str, Tensor]:
+    """In float64, of one update that stops short of the step."""
+    module, optimizer = role.module, role.optimizer
+    module.double()
+    found: dict[str, Tensor] = {}
+
+    def step() -> dict[str, float]:
+        found.update({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None})
+        module.zero_grad()
+        return {"grad_norm": 0.0, "lr": 0.0}
+
+    optimizer.step = step  # type: ignore[method-assign]
+    role.update(samples, **options)
+    return found
