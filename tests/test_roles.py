@@ -52,7 +52,7 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 0
 
 
 def test_the_gradient_is_that_of_the_formula(settings):
-    """By a plain forward pass a sample: -(1/N) sum_t w_t A_t log pi_t + beta/N sum_t (log pi_t - log ref_t)^2 / 2."""
+    """By a plain forward pass a sample: (1/N) sum_t w_t (-A_t log pi_t + beta (log pi_t - log ref_t)^2 / 2)."""
     config = settings(algorithm={"kl_beta": 0.3, "correction_cap": 1.1}, rollout={"temperature": 0.7})
     actor, samples = Actor(config), uneven()
     found = gradients(actor, samples)
@@ -62,7 +62,7 @@ def test_the_gradient_is_that_of_the_formula(settings):
         logprobs = plain_logprobs(actor.loaded.model, s, temperature=0.7)
         advantages, engine, reference = (torch.tensor(x) for x in (s.advantages, s.logprobs, s.ref_logprobs))
         correction = (logprobs.detach() - engine).exp().clamp(max=1.1)
-        each = -correction * advantages * logprobs + 0.3 * (logprobs - reference).square() / 2
+        each = correction * (-advantages * logprobs + 0.3 * (logprobs - reference).square() / 2)
         loss = loss + each[torch.tensor(s.response_mask) == 1].sum() / total
     loss.backward()
     plain = {name: p.grad for name, p in actor.loaded.model.named_parameters()}
