@@ -13,6 +13,9 @@ from rolecall.models.tiny import make
 
 settings.register_profile("rolecall", deadline=None)
 settings.load_profile("rolecall")
+torch.set_num_threads(
+    1
+)  # tensors are small here, and on a busy machine two threads wait for each other most of the time
 
 
 @pytest.fixture(scope="session")

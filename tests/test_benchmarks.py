@@ -5,18 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from benchmarks import objectives
 from rolecall.training import objective
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", [*objectives._cases(), *objectives.PREFERENCES])
