@@ -8,7 +8,8 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from rolecall.errors import UserError, nearest
 
@@ -24,6 +25,14 @@ class Section(BaseModel):
         allow_inf_nan=False,
         coerce_numbers_to_str=True,  # --run.dir 12
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, given: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false where a number is wanted: as 1 and 0 they would set what nobody asked for."""
+        if isinstance(given, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise PydanticCustomError("switch", "Input should be a value, not true or false")
+        return given
 
 
 class Model(Section):
@@ -102,6 +111,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def _preset(algorithm: dict[str, Any]) -> dict[str, Any]:
+    """What the name in this section sets; nothing for a name that is none, which is refused later."""
+    return PRESETS.get(str(algorithm.get("name", "grpo")), {})
+
+
 class Algorithm(Section):
     """The objective: `name` sets the fields below as its paper has them, and each can be set on its own."""
 
@@ -166,7 +180,7 @@ class Algorithm(Section):
     def _fill_from_preset(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        preset = PRESETS.get(given.get("name", "grpo"), {})
+        preset = _preset(given)
         if given.get("kl_beta") == 0:  # then there is nothing to adapt
             preset = {key: value for key, value in preset.items() if key != "kl_target"}
         return preset | given
@@ -178,6 +192,13 @@ class Algorithm(Section):
                 f"algorithm.scale = 'std' is the group's deviation, but baseline = {self.baseline!r} has no groups; "
                 "take 'batch-std' or 'none'"
             )
+        if self.scale == "std" and self.kl_in == "reward" and self.kl_beta > 0:
+            raise ValueError(
+                "algorithm.kl_in = 'reward' with scale = 'std': where a group's rewards are equal its deviation is the "
+                "KL's alone, which would count in full whatever kl_beta; take scale = 'none' or kl_in = 'loss'"
+            )
+        if self.loss == "reinforce" and self.ratio != "token":
+            raise ValueError(f"algorithm.loss = 'reinforce' has no ratio, so ratio = {self.ratio!r} would do nothing")
         if self.kl_target > 0 and self.kl_beta == 0:
             raise ValueError("algorithm.kl_target adapts kl_beta by factors, and it is 0; set algorithm.kl_beta too")
         if self.dual_clip and (self.dual_clip <= 1 or self.loss != "clip"):
@@ -418,7 +439,7 @@ def _change_preset(raw: dict[str, Any], overrides: dict[str, Any]) -> None:
     written = raw.get("algorithm", {})
     if overrides.get("algorithm.name", written.get("name")) != written.get("name"):
         defaults = {key: field.default for key, field in Algorithm.model_fields.items()}
-        preset = defaults | PRESETS.get(written.get("name", "grpo"), {})
+        preset = defaults | _preset(written)
         raw["algorithm"] = {key: value for key, value in written.items() if value != preset.get(key)}
 
 
