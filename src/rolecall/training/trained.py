@@ -61,7 +61,8 @@ class Trained:
         self.device = next(module.parameters()).device
         what = f"training the {type(self).__name__.lower()} (gradients and Adam)"
         models.check_memory(bytes_to_train(module), what, self.device)
-        self.optimizer = Optimizer(module.parameters(), settings, _planned_steps(config, settings))
+        self._planned = settings.epochs * min(settings.minibatches, config.rollout.prompts)  # groups are not split
+        self.optimizer = Optimizer(module.parameters(), settings, self._planned * _updates(config, settings))
         self.updates = 0
         if settings.checkpointing:
             model: Any = loaded.model
@@ -83,7 +84,8 @@ class Trained:
             RunError: a gradient is not finite.
         """
         steps = []
-        for batch in self._minibatches(samples):
+        batches = list(self._minibatches(samples))
+        for batch in batches:
             kept = [sample for sample in batch if keep(sample)]
             if not kept:
                 self.optimizer.skipped += 1
@@ -93,6 +95,7 @@ class Trained:
                 metrics = combine(self._accumulate(kept, totals, loss))
                 counted = {"computed": totals.computed, "skipped": totals.tokens - totals.computed}
                 steps.append(metrics | self.optimizer.step() | counted)
+        self.optimizer.skipped += max(0, self._planned - len(batches))  # fewer groups came than were planned for
         self.updates += 1
         return steps
 
@@ -149,11 +152,10 @@ class Trained:
         checkpoint.set_rng_state(state["rng"])
 
 
-def _planned_steps(config: Config, settings: configuration.Optimizer) -> int:
-    """Optimizer steps in the whole run, of the Critic, or of the Actor, which may have to wait for it at first."""
+def _updates(config: Config, settings: configuration.Optimizer) -> int:
+    """In the whole run, of the Critic, or of the Actor, which may have to wait for it at first."""
     waits = config.critic.warmup_only if "critic" in config.roles and settings is not config.critic else 0
-    minibatches = min(settings.minibatches, config.rollout.prompts)  # groups are not split
-    return max(config.run.steps - waits, 0) * settings.epochs * minibatches
+    return max(config.run.steps - waits, 0)
 
 
 def combine(parts: Sequence[Mapping[str, float | Tensor]], weights: Sequence[float] | None = None) -> Metrics:
