@@ -51,6 +51,17 @@ def test_metrics_that_disagree_stop_the_run(change, says):
         first_step(CONFIG, GROUPS, step(), METRICS | change, untrained=True)
 
 
+def test_old_logprobs_of_an_earlier_forward_pass_may_round_otherwise():
+    """A KL in the reward needs them, in bfloat16 a thousandth off the update's own."""
+    samples = step()
+    for sample in samples:
+        sample.old_logprobs = [-1.0, -2.0]
+    metrics = METRICS | {"first/approx_kl": 1e-5, "first/ratio_max": 1.01}
+    first_step(CONFIG, GROUPS, samples, metrics, untrained=True)
+    with pytest.raises(RunError, match="largest ratio"):
+        first_step(CONFIG, GROUPS, step(), metrics | {"first/approx_kl": 0.0}, untrained=True)
+
+
 def test_a_lost_or_a_foreign_sample_stops_the_run():
     with pytest.raises(RunError, match="group"):
         first_step(CONFIG, GROUPS, step()[1:], METRICS, untrained=True)

@@ -13,8 +13,9 @@ import torch
 from rolecall.algorithms import AdaptiveKL, policy_loss
 from rolecall.config import PRESETS, Config
 from rolecall.data import Sampler
-from rolecall.errors import RunError
+from rolecall.errors import RunError, UserError
 from rolecall.loop import stages, sync
+from rolecall.loop.run import State
 from rolecall.loop.stages import Context
 from rolecall.roles.actor import Actor
 from rolecall.roles.critic import Critic
@@ -22,6 +23,7 @@ from rolecall.roles.reference import Reference
 from rolecall.roles.reward import Reward
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Prompt
+from rolecall.training.checkpoint import latest
 from rolecall.training.objective import policy_objective
 from rolecall.training.trained import Totals
 from training_samples import sample
@@ -212,6 +214,32 @@ def test_overlong_responses_keep_their_place_in_the_group_and_do_not_train(conte
     assert here.roles.actor.update(samples)["policy/skipped_samples"] == 1
 
 
+def test_a_first_step_of_nothing_but_overlong_responses_ends_with_what_to_do(context):
+    here = context(spread, algorithm={"overlong_filter": True}, rollout={"max_tokens": 1}, run={"seed": 1})
+    with pytest.raises(RunError, match=r"All 8 responses .* rollout.max_tokens = 1, .*Raise rollout.max_tokens"):
+        sync.take_step(here, Sampler(prompts(4), seed=1), 1)
+    here.checked = False
+    assert sync.take_step(here, Sampler(prompts(4), seed=1), 2)[2]["policy/skipped_samples"] == 8  # later it may pass
+
+
+def test_a_checkpoint_without_a_critic_is_not_resumed_with_one(context, tmp_path):
+    (tmp_path / "versions.json").write_text("{}")
+    sampler = Sampler(prompts(3), seed=0)
+    State(context(algorithm={"name": "rloo"}), sampler, step=1).save(tmp_path)
+    other = State(context(algorithm={"name": "rloo", "baseline": "critic"}), sampler)
+    with pytest.raises(UserError, match=r"step-000001 holds no critic: .*algorithm.baseline = 'critic'"):
+        other.load(latest(tmp_path))
+
+
+def test_beta_does_not_adapt_while_the_actor_waits_for_the_critic(context):
+    """The KL is 0 as long as the Actor is the Reference: beta would be halved, and stand at 1/4 when it is needed."""
+    here = context(spread, algorithm={"name": "ppo", "kl_beta": 0.4}, critic={"warmup_only": 1})
+    here.kl.rule = "double"
+    sampler = Sampler(prompts(4), seed=0)
+    betas = [(sync.take_step(here, sampler, step)[2]["kl_beta"], here.kl.beta) for step in (1, 2)]
+    assert betas == [(0.4, 0.4), (0.4, 0.2)]
+
+
 # Dynamic sampling: pitfall 21. -------------------------------------------------------------------------------------
 
 
@@ -246,9 +274,8 @@ def test_nothing_but_flat_groups_at_the_start_ends_with_what_to_do(context):
 
 
 def test_nothing_but_flat_groups_later_is_a_step_that_changes_nothing(context):
-    """A model that has learned all there is goes on to the end of its run."""
+    """A model that has learned all there is goes on to the end of its run, resumed or not."""
     here = context(lambda prompts, samples: [1.0] * len(samples), algorithm={"dynamic_sampling": 2})
-    here.checked = True
     sampler = Sampler(prompts(3), seed=0)
     groups, samples, metrics = sync.take_step(here, sampler, 7)
     assert [group_id for group_id, _ in groups] == [4, 5] and sampler.position == 6
@@ -264,5 +291,6 @@ def test_without_dynamic_sampling_flat_groups_stay(context):
 def test_the_metric_of_flat_groups_counts_groups():
     samples = [sample(group, i) for group in (1, 2, 3) for i in range(2)]
     samples[0].reward = 1.0
+    samples[2].reward, samples[3].reward = 0.1 + 0.2, 0.3  # the same reward: their advantages are 0
     assert stages.varied(samples) == {1}
     assert stages.rollout_metrics(samples)["reward/flat_groups"] == pytest.approx(2 / 3)

@@ -29,12 +29,18 @@ def first_step(
     _groups_complete(config, groups, samples)
     _versions_known(samples)
     action_tokens = sum(sample.action_tokens for sample in samples)
+    if untrained and config.algorithm.overlong_filter and action_tokens == 0:
+        raise RunError(
+            f"All {len(samples)} responses of the first step were cut off at rollout.max_tokens = "
+            f"{config.rollout.max_tokens}, and algorithm.overlong_filter takes those out of training: nothing is left "
+            "to learn from. Raise rollout.max_tokens, or set algorithm.overlong_filter false."
+        )
     weighed = None  # tokens that the loss weighs; with several mini-batches the first is only a part of them
     if config.actor.minibatches == 1 and "first/tokens" in metrics:
         weighed = metrics["first/tokens"] + metrics["first/skipped"]
     start_gap = _start_gap(samples) if untrained else None
-    # A single optimizer step takes its own forward pass as the old policy; several share one that may round otherwise.
-    exact = config.actor.epochs * config.actor.minibatches == 1
+    # The update's own forward pass is the old policy, unless that came from one before it, which may round otherwise.
+    exact = config.actor.epochs * config.actor.minibatches == 1 and not any(sample.old_logprobs for sample in samples)
     kl_limit, ratio_limit = (1e-6, 1e-6) if exact else (1e-3, 1.0)
     for name, found, wanted, limit in (
         ("KL(policy, old policy) before the first update", metrics.get("first/approx_kl"), 0.0, kl_limit),

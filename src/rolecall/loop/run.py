@@ -101,6 +101,11 @@ class State:
                 f"{folder} was trained by {state['algorithm']}: it cannot be resumed with algorithm.name = "
                 f"{config.algorithm.name!r}. Start a new run from its model instead (--model.path RUN/model)."
             )
+        if missing := [name for name in self._trained if not (folder / name).is_dir()]:
+            raise UserError(
+                f"{folder} holds no {', '.join(missing)}: it cannot be resumed with algorithm.baseline = "
+                f"{config.algorithm.baseline!r}. Leave algorithm.baseline as it was, or start a new run."
+            )
         configured, adapted = state["kl_beta"]
         if configured == config.algorithm.kl_beta:  # else the new one holds
             self.context.kl.beta = adapted

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rolecall import algorithms, sync
+from rolecall.algorithms.masked import flat
 from rolecall.config import Config
 from rolecall.samples import Prompt, Request, Sample, Sampling, by_group
 from rolecall.training.packing import per_token
@@ -52,7 +53,12 @@ def score(context: Context, groups: list[Group], samples: list[Sample]) -> None:
 
 def varied(samples: list[Sample]) -> set[int]:
     """Ids of the groups whose rewards differ: the others are flat, and teach a group baseline nothing."""
-    return {group_id for group_id, group in by_group(samples).items() if len({sample.reward for sample in group}) > 1}
+
+    def differ(group: list[Sample]) -> bool:
+        rewards = torch.tensor([sample.reward for sample in group])
+        return not flat(rewards.max(), rewards.min(), rewards.dtype)
+
+    return {group_id for group_id, group in by_group(samples).items() if differ(group)}
 
 
 def rollout_metrics(samples: list[Sample]) -> Metrics:
@@ -151,14 +157,19 @@ def _shaped_rewards(config: Config, samples: list[Sample]) -> torch.Tensor:
 
 def update(context: Context, samples: list[Sample], step: int) -> Metrics:
     """Stage 5: gradient steps of the Actor and, for PPO, the Critic."""
-    config, roles = context.config, context.roles
+    roles = context.roles
     metrics: Metrics = {}
     critic = roles.critic.start("update", samples) if roles.critic else None
-    if critic is None or step > config.critic.warmup_only:
+    if not actor_waits(context, step):
         metrics |= roles.actor.update(samples, kl_beta=context.kl.beta)
     if critic is not None:
         metrics |= critic.result()
     return metrics
+
+
+def actor_waits(context: Context, step: int) -> bool:
+    """Whether the step trains the Critic only, which has a head start."""
+    return context.roles.critic is not None and step <= context.config.critic.warmup_only
 
 
 def synchronise(context: Context, step: int) -> Metrics:

@@ -17,7 +17,7 @@ def take_step(context: Context, sampler: Sampler, step: int) -> tuple[list[Group
         The groups and samples as the update saw them, and the step's metrics.
     """
     clock = Stages()
-    groups, samples, metrics = _roll_out(context, sampler, clock)
+    groups, samples, metrics = _roll_out(context, sampler, clock, first=step == 1)
     with clock("reference"):
         metrics |= stages.reference(context, samples)
     with clock("advantages"):
@@ -33,18 +33,21 @@ def take_step(context: Context, sampler: Sampler, step: int) -> tuple[list[Group
     metrics = {name: value for name, value in metrics.items() if not name.startswith("first/")}
     if "kl" in metrics:
         metrics["kl_beta"] = context.kl.beta
-        context.kl.update(metrics["kl"], len(samples))
+        if not stages.actor_waits(context, step):  # there is nothing yet that beta could hold back
+            context.kl.update(metrics["kl"], len(samples))
     metrics |= clock.metrics()
     metrics["memory/peak_gb"] = context.roles.actor.peak_memory()
     metrics["tokens_per_second"] = metrics["tokens"] / metrics["time/generate"]
     return groups, samples, metrics
 
 
-def _roll_out(context: Context, sampler: Sampler, clock: Stages) -> tuple[list[Group], list[Sample], Metrics]:
+def _roll_out(
+    context: Context, sampler: Sampler, clock: Stages, first: bool
+) -> tuple[list[Group], list[Sample], Metrics]:
     """Stages 1 and 2. With dynamic sampling (DAPO, 2503.14476) flat groups are replaced, in a bounded number of rounds.
 
-    A step that finds fewer than it wants goes on with those; one that finds none, as when all is learned, changes
-    nothing.
+    A step that finds fewer than it wants goes on with those; one that finds none, as when all is learned, with the
+    flat groups of its last round.
 
     Raises:
         RunError: there is none at the first step, so nothing can be learned.
@@ -65,7 +68,7 @@ def _roll_out(context: Context, sampler: Sampler, clock: Stages) -> tuple[list[G
     metrics = stages.rollout_metrics(samples)
     if rounds == 0:
         return groups, samples, metrics
-    if not varied and not context.checked:
+    if not varied and first:
         raise RunError(
             f"All {len(groups)} groups of {1 + rounds} rounds are flat (mean reward {metrics['reward/mean']:g}), so "
             "there is nothing to learn: the prompts are too hard or too easy for the model, or the reward is constant. "
