@@ -80,7 +80,7 @@ def report(run: Annotated[Path, typer.Argument(help="Folder of a run, such as ru
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="demo, learning or rollout")],
+    name: Annotated[str, typer.Argument(help="demo, learning, objectives, ppo or rollout")],
     out: Annotated[Path, typer.Option(help="Folder for NAME.md and results/NAME.json")] = Path("benchmarks"),
 ) -> None:
     """Run one benchmark side by side with what it is compared to, and write its table. (In a clone of the project.)"""
