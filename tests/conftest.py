@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import ray
 from hypothesis import settings
 
@@ -13,9 +14,8 @@ from rolecall.models.tiny import make
 
 settings.register_profile("rolecall", deadline=None)
 settings.load_profile("rolecall")
-torch.set_num_threads(
-    1
-)  # tensors are small here, and on a busy machine two threads wait for each other most of the time
+# Tensors are small here, and on a busy machine two threads wait for each other most of the time.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
