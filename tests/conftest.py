@@ -1,11 +1,11 @@
-"""What several test files share: one tiny model, made once, a Ray for a file's runs, no time limit on examples."""
+"""What several test files share: one tiny model, made once, one torch thread, no time limit on examples."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import ray
+import torch
 from hypothesis import settings
 
 from rolecall import config, models
