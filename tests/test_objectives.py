@@ -119,6 +119,7 @@ def test_gspo_token_by_hand():
     close(value, -2)
     close(gradient, [[-0.5, -1.5]])
     assert metrics["ratio_max"] == pytest.approx(1)
+    assert metrics["approx_kl"] == pytest.approx(0.25)  # of the tokens: (2 - 1 - ln 2 + 0.5 - 1 + ln 2) / 2
 
 
 @given(batches(2), st.floats(0.05, 0.5))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rolecall.algorithms.kl import LOG_LIMIT
+from rolecall.algorithms.kl import LOG_LIMIT, kl
 from rolecall.algorithms.masked import Metrics, floats, masked_mean, select
 from rolecall.algorithms.masked import aggregate as aggregate_tokens
 from rolecall.errors import check_known
@@ -55,7 +55,7 @@ def policy_loss(
 
     Returns:
         loss: scalar.
-        metrics: loss, clip_fraction, approx_kl (k3 of old to new) add up over micro-batches as the loss does;
+        metrics: loss, clip_fraction, approx_kl (k3 a token, of old to new) add up over micro-batches as the loss does;
             ratio_max is a maximum.
     """
     check_known("kind of policy loss", kind, KINDS)
@@ -76,7 +76,9 @@ def policy_loss(
     with torch.no_grad():
         mean = "token-mean" if aggregate == "token-mean" else "sequence-mean-token-mean"  # fractions need no norm
         clip_fraction = aggregate_tokens(clipped, mask, mean, total=total)
-        approx_kl = aggregate_tokens(torch.expm1(log_ratio) - log_ratio, mask, mean, total=total)
+        # Of the tokens at any level: a sequence's mean log-ratio may be 0 however far its tokens have moved.
+        moved = kl(old_logprobs, logprobs, estimator="k3", mask=mask)
+        approx_kl = aggregate_tokens(moved, mask, mean, total=total)
         ratio_max = select(ratio, mask).amax() if mask.numel() else ratio.sum()
     return loss, floats(loss=loss, clip_fraction=clip_fraction, approx_kl=approx_kl, ratio_max=ratio_max)
 
