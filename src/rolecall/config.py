@@ -117,7 +117,7 @@ def _preset(algorithm: dict[str, Any]) -> dict[str, Any]:
 
 
 class Algorithm(Section):
-    """The objective: `name` sets the fields below as its paper has them, and each can be set on its own."""
+    """The objective: `name` sets those of the fields below that make it, and each can be set on its own."""
 
     name: Literal[
         "grpo", "dr-grpo", "dapo", "gspo", "gspo-token", "cispo", "rloo", "reinforce++", "reinforce++-baseline",
