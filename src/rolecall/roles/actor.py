@@ -45,8 +45,9 @@ class Actor(Trained):
             kl_beta: the present weight of the KL in the loss, where it adapts; default: the configured one.
 
         Returns:
-            metrics: means over the action tokens that were computed. ``first/*`` are the first mini-batch's, before
-            any step: the policy is the old one there (approx_kl 0, ratio_max 1).
+            metrics: means over the action tokens that were computed; the policy loss's own (loss, clip_fraction,
+            approx_kl) divide as the loss does, by the others, too. ``first/*`` are the first mini-batch's, before any
+            step: the policy is the old one there (approx_kl 0, ratio_max 1).
         """
         settings = self.config.algorithm
         beta = settings.kl_beta if kl_beta is None else kl_beta
