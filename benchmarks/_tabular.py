@@ -20,7 +20,7 @@ from rolecall.training.trained import Totals
 
 
 class Bandit:
-    """One token: an arm. The best one starts out unlikely, and rewards are noisy."""
+    """One token: an arm. The best one starts out unlikely, and rewards are noisy. A tool's token follows."""
 
     rewards = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9])
     noise = 0.1
@@ -31,7 +31,7 @@ class Bandit:
 
     def play(self, policy: list[list[float]], rng: random.Random) -> tuple[list[int], list[int]]:
         """Tokens, and the mask of those that the policy chose."""
-        return rng.choices(range(5), policy[0]), [1]
+        return [*rng.choices(range(5), policy[0]), 0], [1, 0]
 
     def states(self, tokens: list[int]) -> list[int]:
         """The row of the table that each token was chosen from."""

@@ -82,7 +82,7 @@ def _cases() -> dict[str, Case]:
         "k1 in the reward": exact({"kl_beta": BETA, "kl_in": "reward"}, tilted),
         "entropy bonus": exact({"entropy_coef": BETA}, _tilted(torch.ones(5), rewards)),
         "adaptive KL, to its target": _held(bandit, start),
-        "correction: truncate": exact(k2 | {"correction_cap": 1.2}, tilted, mismatch=0.3),
+        "correction: truncate": exact(k2 | {"correction_cap": 20.0}, tilted, mismatch=0.6),
         "correction: mask": exact(k2 | {"correction": "mask"}, tilted, mismatch=0.3),
         "correction: sequence level": best({"correction_level": "sequence"}, mismatch=0.2),
         "decoupled PPO, samples 4 versions old": exact(k2, tilted, lag=4),
@@ -195,7 +195,14 @@ PREFERENCES = {
 
 
 def _table(results: dict[str, Any]) -> str:
-    lines = ["| objective | optimum | " + " | ".join(f"seed {seed}" for seed in SEEDS) + " | passed |"]
+    lines = [
+        "What is reached and its optimum: the mean reward of a five-token sequence task (1), the chance of a bandit's best",
+        "arm where a term of the loss sets it, the KL, or a reward model's score gap. A wrong sign, factor or mask misses",
+        "it (tests/test_benchmarks.py). The rows of the dual clip, of `mask`, of the sequence level and of old samples show",
+        "that these do no harm; their values are in tests/test_objectives.py.",
+        "",
+    ]
+    lines += ["| objective | optimum | " + " | ".join(f"seed {seed}" for seed in SEEDS) + " | passed |"]
     lines += ["|---|---|" + "---|" * (len(SEEDS) + 1)]
     for name, rows in results.items():
         reached = " | ".join(f"{row['reached']:.3f}" for row in rows)

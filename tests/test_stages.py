@@ -129,8 +129,8 @@ GSPO = {"clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "sequence-mean-token-m
         ("gspo", GSPO | {"level": "sequence"}),
         ("gspo-token", GSPO | {"level": "sequence-token"}),
         ("cispo", {"kind": "cispo", "clip_low": 1.0, "clip_high": 4.0}),
-        ("rloo", {"kind": "reinforce"}),
-        ("reinforce", {"kind": "reinforce"}),
+        ("rloo", {"kind": "reinforce", "aggregate": "sequence-mean-token-sum-norm", "norm": 9}),
+        ("reinforce", {"kind": "reinforce", "aggregate": "sequence-mean-token-sum-norm", "norm": 9}),
     ],
 )
 def test_the_policy_loss_of_each_objective(name, options):

@@ -103,10 +103,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "ratio": "sequence-token", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "sequence-mean-token-mean"
     },
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
-    "rloo": {"baseline": "leave-one-out", "scale": "none", "loss": "reinforce"},
+    "rloo": {
+        "baseline": "leave-one-out", "scale": "none", "loss": "reinforce", "aggregate": "sequence-mean-token-sum-norm"
+    },
     "reinforce++": {"baseline": "none", "scale": "batch-std", "kl_in": "reward", "kl_beta": 0.01},
     "reinforce++-baseline": {"scale": "batch-std"},
-    "reinforce": {"baseline": "none", "scale": "none", "loss": "reinforce"},
+    "reinforce": {
+        "baseline": "none", "scale": "none", "loss": "reinforce", "aggregate": "sequence-mean-token-sum-norm"
+    },
     "ppo": {"baseline": "critic", "scale": "batch-std", "kl_beta": 0.02, "kl_target": 0.05},
 }  # fmt: skip
 
