@@ -26,6 +26,12 @@ from rolecall.samples import Prompt
 
 SEEDS = (0, 1, 2)
 BETA = 0.3  # of KL, entropy and DPO
+ABOUT = """\
+What is reached and its optimum: the mean reward of a five-token sequence task (1), the chance of a bandit's best arm
+where a term of the loss sets it, the KL, or the gap of a reward model's scores. A wrong sign, factor or mask misses it
+(tests/test_benchmarks.py). The rows of the dual clip, of `mask`, of the sequence level and of old samples show that
+these do no harm; their values are in tests/test_objectives.py.
+"""
 PROMPTS = [Prompt(f"p{i}", "", [0], {}) for i in range(8)]
 
 
@@ -195,14 +201,7 @@ PREFERENCES = {
 
 
 def _table(results: dict[str, Any]) -> str:
-    lines = [
-        "What is reached and its optimum: the mean reward of a five-token sequence task (1), the chance of a bandit's best",
-        "arm where a term of the loss sets it, the KL, or a reward model's score gap. A wrong sign, factor or mask misses",
-        "it (tests/test_benchmarks.py). The rows of the dual clip, of `mask`, of the sequence level and of old samples show",
-        "that these do no harm; their values are in tests/test_objectives.py.",
-        "",
-    ]
-    lines += ["| objective | optimum | " + " | ".join(f"seed {seed}" for seed in SEEDS) + " | passed |"]
+    lines = [ABOUT, "| objective | optimum | " + " | ".join(f"seed {seed}" for seed in SEEDS) + " | passed |"]
     lines += ["|---|---|" + "---|" * (len(SEEDS) + 1)]
     for name, rows in results.items():
         reached = " | ".join(f"{row['reached']:.3f}" for row in rows)
