@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from rolecall.algorithms import AdaptiveKL, value_loss
+from rolecall.algorithms import value_loss
 from rolecall.config import Config
 from rolecall.loop.stages import Context
 from rolecall.samples import Prompt, Request, Sample
@@ -214,14 +214,13 @@ class Judge:
 
 def context(config: Config, task: Task, mismatch: float = 0.0, lag: int = 0) -> Context:
     """What the loop's step works with. The first step's checks are off, as a mismatch would rightly stop the run."""
-    policy, settings = Policy(config, task, mismatch, lag), config.algorithm
+    policy = Policy(config, task, mismatch, lag)
     roles = SimpleNamespace(actor=policy, rollout=policy, reward=Judge(config, task), critic=None, reference=None)
     if "critic" in config.roles:
         roles.critic = Critic(config, task)
     if "reference" in config.roles:
         roles.reference = Frozen(task)
-    kl = AdaptiveKL(settings.kl_beta, settings.kl_target or None, settings.kl_horizon, settings.kl_rule)
-    return Context(config, roles, kl, checked=True)
+    return Context(config, roles, checked=True)
 
 
 def _places(task: Task, samples: list[Sample]) -> tuple[Tensor, Tensor]:

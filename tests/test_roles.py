@@ -368,10 +368,13 @@ def test_the_critic_learns_its_returns(settings):
 
 
 def test_value_metrics_by_hand(settings):
-    """Values 0 and returns 1, 2, 3: half the squared error is (1 + 4 + 9) / 6; a constant explains nothing."""
-    samples = [sample(values=[0.0] * 4, returns=[1.0, NAN, 2.0, 3.0], response=[9, 8, 7, 1], mask=[1, 0, 1, 1])]
+    """Values 0 and returns 1, 2, 3: half the squared error is (1 + 4 + 9) / 6; old values of 0.1 explain nothing."""
+    samples = [
+        sample(values=[0.1, NAN, 0.1, 0.1], returns=[1.0, NAN, 2.0, 3.0], response=[9, 8, 7, 1], mask=[1, 0, 1, 1])
+    ]
     metrics = Critic(ppo(settings)).update(samples)
     assert metrics["value/loss"] == pytest.approx(14 / 6)
+    assert metrics["value/mean"] == pytest.approx(0.1)
     assert metrics["value/explained_variance"] == pytest.approx(0.0)
     assert metrics["value/grad_norm"] > 0 and metrics["value/lr"] == 1e-5
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rolecall.algorithms import AdaptiveKL, policy_loss
+from rolecall.algorithms import policy_loss
 from rolecall.config import PRESETS, Config
 from rolecall.data import Sampler
 from rolecall.errors import RunError, UserError
@@ -61,8 +61,7 @@ def context(tiny_path: Path):
             roles.critic = Here(Critic(config))
         if "reference" in config.roles:
             roles.reference = Here(Reference(config))
-        settings = config.algorithm
-        return Context(config, roles, AdaptiveKL(settings.kl_beta, settings.kl_target or None, settings.kl_horizon))
+        return Context(config, roles)
 
     return make
 

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rolecall import data, models
 from rolecall.config import Config
 from rolecall.errors import UserError
-from rolecall.loop.stages import Context, judge, requests
+from rolecall.loop.stages import Context, generate, score
 from rolecall.roles.reward import Reward
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Prompt
 from rolecall.telemetry import metrics as telemetry
 
 
-def answers(config: Config, rollout: Any, reward: Any, heldout: list[Prompt]) -> list[dict[str, Any]]:
-    """``run.eval_samples`` scored responses to each held-out prompt, a dictionary each.
+def answers(context: Context, heldout: list[Prompt]) -> list[dict[str, Any]]:
+    """``run.eval_samples`` scored responses to each held-out prompt, a dictionary each: the first two stages.
 
     Groups get negative ids, which the training stream never uses, so evaluation shares no seed with it.
-
-    Args:
-        rollout, reward: the roles, or handles to them.
     """
     groups = [(-1 - index, prompt) for index, prompt in enumerate(heldout)]
-    samples = rollout.generate(requests(config, groups, config.run.eval_samples))
-    judge(reward, groups, samples)
+    samples = generate(context, groups, context.config.run.eval_samples)
+    score(context, groups, samples)
     return telemetry.records(groups, samples)
 
 
 def evaluate(context: Context, heldout: list[Prompt], run_dir: Path, step: int) -> float:
     """Held-out accuracy (mean reward) of the present weights; the answers go to eval.jsonl."""
-    lines = answers(context.config, context.roles.rollout, context.roles.reward, heldout)
+    lines = answers(context, heldout)
     telemetry.append(run_dir / telemetry.EVAL, [{"step": step} | line for line in lines])
     return accuracy(lines)
 
@@ -53,4 +51,4 @@ def evaluate_model(config: Config) -> list[dict[str, Any]]:
     _, heldout, _ = data.load_prompts(config, models.load_tokenizer(config.model))
     if not heldout:
         raise UserError("There is nothing to evaluate on: set data.holdout to more than 0, or data.eval_path.")
-    return answers(config, Rollout(config), Reward(config), heldout)
+    return answers(Context(config, SimpleNamespace(rollout=Rollout(config), reward=Reward(config))), heldout)

@@ -15,7 +15,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from rolecall import algorithms, cluster, data, models
+from rolecall import cluster, data, models
 from rolecall.config import Config
 from rolecall.data.functions import load_function
 from rolecall.errors import UserError
@@ -141,12 +141,7 @@ def train(config: Config, *, resume: bool = False) -> Run:
         console.note(note)
         console.status("starting the roles")
         with cluster.spawn(config) as roles:
-            settings = config.algorithm
-            controller = algorithms.AdaptiveKL(
-                settings.kl_beta, settings.kl_target or None, settings.kl_horizon, settings.kl_rule
-            )
-            context = Context(config, roles, controller)
-            state = State(context, data.Sampler(train_prompts, config.run.seed))
+            state = State(Context(config, roles), data.Sampler(train_prompts, config.run.seed))
             if start:
                 state.load(start)
             with _recording(run_dir, state, console) as log:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,67 +20,39 @@ Metrics = dict[str, float]
 
 @dataclass
 class Context:
-    """What the stages work with: the configuration, handles to the roles, the KL controller.
+    """What the stages work with: the configuration, the roles (or handles to them), the KL controller.
 
     ``checked``: this process has compared the parts with each other in a first step.
     """
 
     config: Config
     roles: Any
-    kl: algorithms.AdaptiveKL
     checked: bool = False
+    kl: algorithms.AdaptiveKL = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings = self.config.algorithm
+        self.kl = algorithms.AdaptiveKL(
+            settings.kl_beta, settings.kl_target or None, settings.kl_horizon, settings.kl_rule
+        )
 
 
-def requests(config: Config, groups: list[Group], n: int) -> list[Request]:
-    """One request a group, sampled as configured."""
-    rollout = config.rollout
+def generate(context: Context, groups: list[Group], n: int) -> list[Sample]:
+    """Stage 1: ``n`` responses a prompt from the rollout engine, with log-probabilities and weight versions."""
+    rollout, seed = context.config.rollout, context.config.run.seed
     sampling = Sampling(
         rollout.max_tokens, rollout.min_tokens, rollout.temperature, rollout.top_p, rollout.top_k, tuple(rollout.stop)
     )
-    return [Request(group_id, prompt.id, prompt.tokens, n, config.run.seed, sampling) for group_id, prompt in groups]
-
-
-def generate(context: Context, groups: list[Group]) -> list[Sample]:
-    """Stage 1: G responses a prompt from the rollout engine, with log-probabilities and weight versions."""
-    config = context.config
-    return context.roles.rollout.generate(requests(config, groups, config.rollout.group_size))
+    requests = [Request(group_id, prompt.id, prompt.tokens, n, seed, sampling) for group_id, prompt in groups]
+    return context.roles.rollout.generate(requests)
 
 
 def score(context: Context, groups: list[Group], samples: list[Sample]) -> None:
     """Stage 2: the Reward judges each response."""
-    judge(context.roles.reward, groups, samples)
-
-
-def varied(samples: list[Sample]) -> set[int]:
-    """Ids of the groups whose rewards differ: the others are flat, and teach a group baseline nothing."""
-
-    def differ(group: list[Sample]) -> bool:
-        rewards = torch.tensor([sample.reward for sample in group])
-        return not flat(rewards.max(), rewards.min(), rewards.dtype)
-
-    return {group_id for group_id, group in by_group(samples).items() if differ(group)}
-
-
-def rollout_metrics(samples: list[Sample]) -> Metrics:
-    """Of all that was generated and scored in a step, whether or not it is trained on."""
-    lengths, rewards = [len(sample.response) for sample in samples], [sample.reward for sample in samples]
-    return {
-        "response_length/mean": statistics.fmean(lengths),
-        "response_length/max": max(lengths),
-        "response_length/truncated": statistics.fmean(sample.finish == "length" for sample in samples),
-        "tokens": sum(lengths),
-        "reward/mean": statistics.fmean(rewards),
-        "reward/std": statistics.pstdev(rewards),
-        "reward/flat_groups": 1 - len(varied(samples)) / len(by_group(samples)),
-    }
-
-
-def judge(reward: Any, groups: list[Group], samples: list[Sample]) -> None:
-    """Write the verdict of the Reward, or of a handle to it, into the samples."""
     prompts = dict(groups)
-    values = reward.score([prompts[sample.group_id] for sample in samples], samples)
-    for sample, value in zip(samples, values, strict=True):
-        sample.reward = value
+    rewards = context.roles.reward.score([prompts[sample.group_id] for sample in samples], samples)
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = reward
 
 
 def reference(context: Context, samples: list[Sample]) -> Metrics:
@@ -108,7 +80,7 @@ def reference(context: Context, samples: list[Sample]) -> Metrics:
     return {"kl": algorithms.masked_mean(drift, mask).item()}
 
 
-def advantages(context: Context, samples: list[Sample]) -> Metrics:
+def advantages(context: Context, samples: list[Sample]) -> None:
     """Stage 4: how much better than expected each token was: by the group, the Critic and GAE, or the batch."""
     settings = context.config.algorithm
     with_critic = settings.baseline == "critic"
@@ -134,25 +106,10 @@ def advantages(context: Context, samples: list[Sample]) -> Metrics:
     )
     for sample, gain, target in zip(samples, gains.tolist(), returns.tolist(), strict=True):
         sample.advantages, sample.returns = gain[: len(sample.response)], target[: len(sample.response)]
-    metrics = {"value/mean": algorithms.masked_mean(values, mask).item()} if values is not None else {}
     if settings.overlong_filter:  # last, as they count in their group's baseline
         kept = algorithms.overlong_filter(mask, torch.tensor([sample.finish == "length" for sample in samples]))
         for sample, row in zip(samples, kept.int().tolist(), strict=True):
             sample.response_mask = row[: len(sample.response)]
-    return metrics
-
-
-def _shaped_rewards(config: Config, samples: list[Sample]) -> torch.Tensor:
-    """(B,) rewards as the objective takes them: scaled, clipped, less for overlong responses."""
-    settings, longest = config.algorithm, config.rollout.max_tokens
-    rewards = torch.tensor([sample.reward for sample in samples]) * settings.reward_scale
-    if settings.reward_clip > 0:
-        rewards = rewards.clamp(-settings.reward_clip, settings.reward_clip)
-    if settings.overlong_buffer > 0:
-        lengths = torch.tensor([len(sample.response) for sample in samples])
-        buffer = settings.overlong_buffer * longest
-        rewards = rewards + algorithms.overlong_penalty(lengths, longest=longest, buffer=buffer)
-    return rewards
 
 
 def update(context: Context, samples: list[Sample], step: int) -> Metrics:
@@ -167,11 +124,48 @@ def update(context: Context, samples: list[Sample], step: int) -> Metrics:
     return metrics
 
 
+def synchronise(context: Context, step: int) -> Metrics:
+    """Stage 6: the Actor's parameters reach the engine, verified; their version is the number of finished steps."""
+    return sync.sync(context.roles, version=step)
+
+
 def actor_waits(context: Context, step: int) -> bool:
     """Whether the step trains the Critic only, which has a head start."""
     return context.roles.critic is not None and step <= context.config.critic.warmup_only
 
 
-def synchronise(context: Context, step: int) -> Metrics:
-    """Stage 6: the Actor's parameters reach the engine, verified; their version is the number of finished steps."""
-    return sync.sync(context.roles, version=step)
+def varied(samples: list[Sample]) -> set[int]:
+    """Ids of the groups whose rewards differ: the others are flat, and teach a group baseline nothing."""
+
+    def differ(group: list[Sample]) -> bool:
+        rewards = torch.tensor([sample.reward for sample in group])
+        return not flat(rewards.max(), rewards.min(), rewards.dtype)
+
+    return {group_id for group_id, group in by_group(samples).items() if differ(group)}
+
+
+def rollout_metrics(samples: list[Sample]) -> Metrics:
+    """Of all that was generated and scored in a step, whether or not it is trained on."""
+    lengths, rewards = [len(sample.response) for sample in samples], [sample.reward for sample in samples]
+    return {
+        "response_length/mean": statistics.fmean(lengths),
+        "response_length/max": max(lengths),
+        "response_length/truncated": statistics.fmean(sample.finish == "length" for sample in samples),
+        "tokens": sum(lengths),
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/flat_groups": 1 - len(varied(samples)) / len(by_group(samples)),
+    }
+
+
+def _shaped_rewards(config: Config, samples: list[Sample]) -> torch.Tensor:
+    """(B,) rewards as the objective takes them: scaled, clipped, less for overlong responses."""
+    settings, longest = config.algorithm, config.rollout.max_tokens
+    rewards = torch.tensor([sample.reward for sample in samples]) * settings.reward_scale
+    if settings.reward_clip > 0:
+        rewards = rewards.clamp(-settings.reward_clip, settings.reward_clip)
+    if settings.overlong_buffer > 0:
+        lengths = torch.tensor([len(sample.response) for sample in samples])
+        buffer = settings.overlong_buffer * longest
+        rewards = rewards + algorithms.overlong_penalty(lengths, longest=longest, buffer=buffer)
+    return rewards

@@ -21,7 +21,7 @@ def take_step(context: Context, sampler: Sampler, step: int) -> tuple[list[Group
     with clock("reference"):
         metrics |= stages.reference(context, samples)
     with clock("advantages"):
-        metrics |= stages.advantages(context, samples)
+        stages.advantages(context, samples)
     with clock("update"):
         metrics |= stages.update(context, samples, step)
     with clock("sync"):
@@ -52,18 +52,18 @@ def _roll_out(
     Raises:
         RunError: there is none at the first step, so nothing can be learned.
     """
-    wanted, rounds = context.config.rollout.prompts, context.config.algorithm.dynamic_sampling
+    rollout, rounds = context.config.rollout, context.config.algorithm.dynamic_sampling
     groups: list[Group] = []
     samples: list[Sample] = []
     varied: set[int] = set()
     for _ in range(1 + rounds):
-        drawn = sampler.draw(wanted - len(varied))
+        drawn = sampler.draw(rollout.prompts - len(varied))
         with clock("generate"):
-            made = stages.generate(context, drawn)
+            made = stages.generate(context, drawn, rollout.group_size)
         with clock("score"):
             stages.score(context, drawn, made)
         groups, samples, varied = groups + drawn, samples + made, varied | stages.varied(made)
-        if rounds == 0 or len(varied) == wanted:
+        if rounds == 0 or len(varied) == rollout.prompts:
             break
     metrics = stages.rollout_metrics(samples)
     if rounds == 0:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rolecall import models
-from rolecall.algorithms import explained_variance, value_loss
+from rolecall.algorithms import explained_variance, masked_mean, value_loss
 from rolecall.config import Config
 from rolecall.samples import Sample
 from rolecall.training.logprobs import in_sample_order, response_hidden
@@ -40,7 +40,7 @@ class Critic(Trained):
     def update(self, samples: list[Sample]) -> dict[str, float]:
         """Regress on ``returns``, clipped around ``values``.
 
-        ``value/explained_variance`` is of ``values``, as they were before the update.
+        ``value/mean`` and ``value/explained_variance`` are of ``values``, as they were before the update.
         """
         steps = self.take_steps(samples, lambda sample: sample.action_tokens > 0, self._loss)
         if not steps:
@@ -48,7 +48,10 @@ class Critic(Trained):
         mean = mean_over_steps(steps)
         metrics = {f"value/{name}": mean[name] for name in ("loss", "clip_fraction", "grad_norm", "lr")}
         values, returns, mask = (per_token(samples, name) for name in ("values", "returns", "response_mask"))
-        return metrics | {"value/explained_variance": explained_variance(values, returns, mask)}
+        return metrics | {
+            "value/mean": masked_mean(values, mask).item(),
+            "value/explained_variance": explained_variance(values, returns, mask),
+        }
 
     def _values(self, micro: MicroBatch) -> Tensor:
         """(B, T) values."""
