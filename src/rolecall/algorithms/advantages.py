@@ -159,22 +159,17 @@ def group_advantages(
     kind = real(rewards).dtype
     # float64 inside: N is small, and the mean of a float32 group is then exact enough to subtract.
     chosen = select(rewards.detach(), member).double()
-    groups, group = torch.unique(group_ids, return_inverse=True)
-    empty = chosen.new_zeros(len(groups))
-    size = empty.index_add(0, group, member.double())
-
-    center = (empty.index_add(0, group, chosen) / size.clamp(min=1))[group]
-    centered = torch.where(member, chosen - center, 0.0)
-    deviation = (empty.index_add(0, group, centered.square()) / (size - 1).clamp(min=1)).sqrt()[group]
-
-    high = torch.full_like(empty, -torch.inf).scatter_reduce(0, group[member], chosen[member], "amax")
-    low = torch.full_like(empty, torch.inf).scatter_reduce(0, group[member], chosen[member], "amin")
-    spread = ~flat(high, low, kind)[group]
-
-    if baseline == "leave-one-out":  # r_i - mean of the others = (r_i - mean of all) G / (G - 1)
-        centered = centered * (size / (size - 1).clamp(min=1))[group]
-    advantages = centered / deviation if scale == "std" else centered
-    return torch.where(member & spread, advantages, 0.0).to(kind)
+    advantages = torch.zeros_like(chosen)
+    for group_id in group_ids[member].unique():
+        here = member & (group_ids == group_id)
+        group = chosen[here]
+        if flat(group.max(), group.min(), kind):
+            continue
+        centered = group - group.mean()
+        if baseline == "leave-one-out":  # r_i - mean of the others = (r_i - mean of all) G / (G - 1)
+            centered = centered * len(group) / (len(group) - 1)
+        advantages[here] = centered / group.std() if scale == "std" else centered
+    return advantages.to(kind)
 
 
 def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
