@@ -21,7 +21,7 @@ from benchmarks import write
 from rolecall.algorithms import dpo_loss, reward_model_loss
 from rolecall.config import PRESETS, Config
 from rolecall.data import Sampler
-from rolecall.loop.sync import take_step
+from rolecall.loop.synchronous import take_step
 from rolecall.samples import Prompt
 
 SEEDS = (0, 1, 2)

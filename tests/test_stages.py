@@ -14,9 +14,10 @@ from rolecall.algorithms import policy_loss
 from rolecall.config import PRESETS, Config
 from rolecall.data import Sampler
 from rolecall.errors import RunError, UserError
-from rolecall.loop import stages, sync
+from rolecall.loop import stages
 from rolecall.loop.run import State
 from rolecall.loop.stages import Context
+from rolecall.loop.synchronous import take_step
 from rolecall.roles.actor import Actor
 from rolecall.roles.critic import Critic
 from rolecall.roles.reference import Reference
@@ -83,7 +84,7 @@ def by_difficulty(prompts: list[Prompt], samples: list) -> list[float]:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_objective_takes_a_step(context, name):
     here = context(spread, algorithm={"name": name, "clip_low": PRESETS[name].get("clip_low", 0.2)})
-    _, samples, metrics = sync.take_step(here, Sampler(prompts(5), seed=0), 1)
+    _, samples, metrics = take_step(here, Sampler(prompts(5), seed=0), 1)
     acting = [s for s in samples if s.action_tokens]
     assert metrics["reward/mean"] == 1.5 and metrics["policy/grad_norm"] > 0
     assert any(any(s.advantages) for s in acting)
@@ -216,9 +217,9 @@ def test_overlong_responses_keep_their_place_in_the_group_and_do_not_train(conte
 def test_a_first_step_of_nothing_but_overlong_responses_ends_with_what_to_do(context):
     here = context(spread, algorithm={"overlong_filter": True}, rollout={"max_tokens": 1}, run={"seed": 1})
     with pytest.raises(RunError, match=r"All 8 responses .* rollout.max_tokens = 1, .*Raise rollout.max_tokens"):
-        sync.take_step(here, Sampler(prompts(4), seed=1), 1)
+        take_step(here, Sampler(prompts(4), seed=1), 1)
     here.checked = False
-    assert sync.take_step(here, Sampler(prompts(4), seed=1), 2)[2]["policy/skipped_samples"] == 8  # later it may pass
+    assert take_step(here, Sampler(prompts(4), seed=1), 2)[2]["policy/skipped_samples"] == 8  # later it may pass
 
 
 def test_a_checkpoint_without_a_critic_is_not_resumed_with_one(context, tmp_path):
@@ -235,7 +236,7 @@ def test_beta_does_not_adapt_while_the_actor_waits_for_the_critic(context):
     here = context(spread, algorithm={"name": "ppo", "kl_beta": 0.4}, critic={"warmup_only": 1})
     here.kl.rule = "double"
     sampler = Sampler(prompts(4), seed=0)
-    betas = [(sync.take_step(here, sampler, step)[2]["kl_beta"], here.kl.beta) for step in (1, 2)]
+    betas = [(take_step(here, sampler, step)[2]["kl_beta"], here.kl.beta) for step in (1, 2)]
     assert betas == [(0.4, 0.4), (0.4, 0.2)]
 
 
@@ -246,7 +247,7 @@ def test_flat_groups_are_replaced_by_the_next_prompts(context):
     here = context(by_difficulty, algorithm={"dynamic_sampling": 3})
     sampler = Sampler(prompts(6), seed=0)
     stream = [(group_id, prompt.row["difficulty"] % 2) for group_id, prompt in Sampler(prompts(6), seed=0).draw(20)]
-    groups, samples, metrics = sync.take_step(here, sampler, 1)
+    groups, samples, metrics = take_step(here, sampler, 1)
     wanted = [group_id for group_id, odd in stream if odd][:2]
     assert [group_id for group_id, _ in groups] == wanted == sorted({s.group_id for s in samples})
     assert len(samples) == 8 and sampler.position == wanted[-1] + 1 == metrics["groups/drawn"]
@@ -259,7 +260,7 @@ def test_dynamic_sampling_is_bounded_and_goes_on_with_what_there_is(context):
     here = context(lambda p, s: [float(x.index * (y.row["difficulty"] == 6)) for x, y in zip(s, p, strict=True)],
                    algorithm={"dynamic_sampling": 2})  # fmt: skip
     seed = next(seed for seed in range(9) if any(p.id == "p6" for _, p in Sampler(prompts(7), seed).draw(4)))
-    groups, samples, metrics = sync.take_step(here, Sampler(prompts(7), seed), 1)
+    groups, samples, metrics = take_step(here, Sampler(prompts(7), seed), 1)
     assert [prompt.id for _, prompt in groups] == ["p6"] and len(samples) == 4
     assert metrics["groups/kept"] == 1 and 4 <= metrics["groups/drawn"] <= 6
 
@@ -268,7 +269,7 @@ def test_nothing_but_flat_groups_at_the_start_ends_with_what_to_do(context):
     here = context(lambda prompts, samples: [0.25] * len(samples), algorithm={"name": "dapo"})
     sampler = Sampler(prompts(3), seed=0)
     with pytest.raises(RunError, match=r"All 10 groups of 5 rounds are flat \(mean reward 0.25\).*dynamic_sampling 0"):
-        sync.take_step(here, sampler, 1)
+        take_step(here, sampler, 1)
     assert sampler.position == 10
 
 
@@ -276,14 +277,14 @@ def test_nothing_but_flat_groups_later_is_a_step_that_changes_nothing(context):
     """A model that has learned all there is goes on to the end of its run, resumed or not."""
     here = context(lambda prompts, samples: [1.0] * len(samples), algorithm={"dynamic_sampling": 2})
     sampler = Sampler(prompts(3), seed=0)
-    groups, samples, metrics = sync.take_step(here, sampler, 7)
+    groups, samples, metrics = take_step(here, sampler, 7)
     assert [group_id for group_id, _ in groups] == [4, 5] and sampler.position == 6
     assert metrics["groups/kept"] == 0 and metrics["policy/skipped_samples"] == len(samples) == 8
 
 
 def test_without_dynamic_sampling_flat_groups_stay(context):
     sampler = Sampler(prompts(6), seed=0)
-    groups, samples, metrics = sync.take_step(context(by_difficulty), sampler, 1)
+    groups, samples, metrics = take_step(context(by_difficulty), sampler, 1)
     assert len(groups) == 2 == sampler.position and len(samples) == 8 and "groups/kept" not in metrics
 
 

@@ -116,7 +116,7 @@ def test_one_evaluation_has_no_before_and_after(tmp_path):
 def test_stages_add_up_and_skipped_ones_are_zero(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    clock = logs.Stages()
+    clock = logs.StageClock()
     for stage, seconds in (("generate", 3.0), ("update", 2.0), ("generate", 0.5)):
         with clock(stage):
             now[0] += seconds

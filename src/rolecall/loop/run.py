@@ -19,8 +19,9 @@ from rolecall import cluster, data, models
 from rolecall.config import Config
 from rolecall.data.functions import load_function
 from rolecall.errors import UserError
-from rolecall.loop import evaluation, sync
+from rolecall.loop import evaluation
 from rolecall.loop.stages import Context, synchronise
+from rolecall.loop.synchronous import take_step
 from rolecall.samples import Prompt
 from rolecall.telemetry import metrics as telemetry
 from rolecall.telemetry import report, trackers, versions
@@ -161,7 +162,7 @@ def _loop(run_dir: Path, state: State, heldout: list[Prompt], log: telemetry.Met
         console.status("evaluating before training")
         console.evaluated(evaluation.evaluate(context, heldout, run_dir, step=0))
     while state.step < settings.steps:
-        groups, samples, metrics = sync.take_step(context, state.sampler, state.step + 1)
+        groups, samples, metrics = take_step(context, state.sampler, state.step + 1)
         state.step += 1
         last = state.step == settings.steps
         if heldout and (last or (settings.eval_every and state.step % settings.eval_every == 0)):

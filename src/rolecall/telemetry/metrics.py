@@ -30,8 +30,8 @@ STAGE_COLORS = {
 STAGES = tuple(STAGE_COLORS)
 
 
-class Stages:
-    """The clock of one step: ``with clock("generate"): ...``. A stage entered twice adds up."""
+class StageClock:
+    """Times the stages of one step: ``with clock("generate"): ...``. A stage entered twice adds up."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()

@@ -7,7 +7,7 @@ from rolecall.errors import RunError
 from rolecall.loop import checks, stages
 from rolecall.loop.stages import Context, Group, Metrics
 from rolecall.samples import Sample
-from rolecall.telemetry.metrics import Stages
+from rolecall.telemetry.metrics import StageClock
 
 
 def take_step(context: Context, sampler: Sampler, step: int) -> tuple[list[Group], list[Sample], Metrics]:
@@ -16,7 +16,7 @@ def take_step(context: Context, sampler: Sampler, step: int) -> tuple[list[Group
     Returns:
         The groups and samples as the update saw them, and the step's metrics.
     """
-    clock = Stages()
+    clock = StageClock()
     groups, samples, metrics = _roll_out(context, sampler, clock, first=step == 1)
     with clock("reference"):
         metrics |= stages.reference(context, samples)
@@ -42,7 +42,7 @@ def take_step(context: Context, sampler: Sampler, step: int) -> tuple[list[Group
 
 
 def _roll_out(
-    context: Context, sampler: Sampler, clock: Stages, first: bool
+    context: Context, sampler: Sampler, clock: StageClock, first: bool
 ) -> tuple[list[Group], list[Sample], Metrics]:
     """Stages 1 and 2. With dynamic sampling (DAPO, 2503.14476) flat groups are replaced, in a bounded number of rounds.
 
