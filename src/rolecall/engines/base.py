@@ -14,10 +14,8 @@ class Engine(Protocol):
     """Generates from its current weights.
 
     ``version`` counts weight syncs (0: the weights it started with) and is written into every sample.
-    ``kind`` is the engine's name as configured ("native", "transformers").
     """
 
-    kind: str
     version: int
 
     def generate(self, requests: list[Request]) -> list[Sample]:

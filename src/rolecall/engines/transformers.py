@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
+from rolecall.engines.local import LocalEngine
 from rolecall.engines.native.sampling import Batch, draw
 from rolecall.engines.sequence import Endings, Sequence
-from rolecall.engines.weights import LocalEngine
 from rolecall.samples import Request, Sample
 
 
@@ -22,8 +22,6 @@ class TransformersEngine(LocalEngine):
     Tokens are drawn by the native engine's sampler from generate's raw logits, so seeds, log-probabilities and
     endings mean the same in both engines.
     """
-
-    kind = "transformers"
 
     @torch.no_grad()
     def generate(self, requests: list[Request]) -> list[Sample]:

@@ -7,10 +7,10 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from rolecall.engines.local import LocalEngine
 from rolecall.engines.native.cache import Cache, Decode, Prefill
 from rolecall.engines.native.sampling import Batch, draw
 from rolecall.engines.sequence import Sequence
-from rolecall.engines.weights import LocalEngine
 from rolecall.models import Loaded
 from rolecall.models.attention import hidden_states
 from rolecall.models.head import logits
@@ -27,8 +27,6 @@ class NativeEngine(LocalEngine):
     parts, each with its own prefill. A sample is a function of (weights, prompt, sampling, seed), up to the rounding
     of matrix products of other shapes.
     """
-
-    kind = "native"
 
     def __init__(self, loaded: Loaded, max_sequences: int):
         super().__init__(loaded, max_sequences)
