@@ -164,7 +164,7 @@ def test_the_other_trackers_take_a_run(name, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.chdir(tmp_path)
-    (tracker,) = trackers.start([name], tmp_path, Config())
+    tracker = trackers.TRACKERS[name](tmp_path, Config())
     tracker.log(1, {"reward/mean": 0.25, "time/step": 2.0})
     tracker.log(2, {"reward/mean": 0.5})
     tracker.close()

@@ -61,7 +61,7 @@ class MetricsLog:
     def __init__(self, run_dir: Path, config: Config):
         run_dir.mkdir(parents=True, exist_ok=True)
         self._dir = run_dir
-        self._trackers = trackers.start(config.run.trackers, run_dir, config)
+        self._trackers = [trackers.TRACKERS[name](run_dir, config) for name in config.run.trackers]
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Log one step. A value that is not finite becomes null in the file and is not sent to the trackers."""

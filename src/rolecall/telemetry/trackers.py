@@ -106,8 +106,3 @@ def check_installed(names: Sequence[str]) -> None:
                 f"run.trackers: {name} is not installed. Run `pip install 'rolecall[{name}]'`, "
                 "or leave it out (metrics.jsonl is always written)."
             )
-
-
-def start(names: Sequence[str], run_dir: Path, config: Config) -> list[Tracker]:
-    """Open the named trackers."""
-    return [TRACKERS[name](run_dir, config) for name in names]
