@@ -72,14 +72,9 @@ def resolve(path: str) -> str:
     return path
 
 
-def built_in_folder(name: str) -> Path:
-    """Where a built-in model lies once it is made."""
-    cache = os.environ.get("ROLECALL_CACHE") or Path.home() / ".cache" / "rolecall"
-    return Path(cache) / "models" / LAYOUT / name
-
-
 def _make_once(name: str) -> Path:
-    folder = built_in_folder(name)
+    cache = os.environ.get("ROLECALL_CACHE") or Path.home() / ".cache" / "rolecall"
+    folder = Path(cache) / "models" / LAYOUT / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f"{name}.lock")):
         if not folder.is_dir():
