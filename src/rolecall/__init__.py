@@ -21,18 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["Config", "Run", "RunError", "UserError", "algorithms", "engines", "train"]
 
 # Imported at first use, so that `import rolecall` (and `rolecall --help`) loads neither torch nor Ray.
-_HOME = {
-    "Config": "rolecall.config",
-    "RunError": "rolecall.errors",
-    "UserError": "rolecall.errors",
-    "Run": "rolecall.loop.run",
-    "train": "rolecall.loop.run",
-}
+_HOME = {"Config": "config", "RunError": "errors", "UserError": "errors", "Run": "loop.run", "train": "loop.run"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+        return getattr(importlib.import_module(f"rolecall.{_HOME[name]}"), name)
     if name in __all__:
         return importlib.import_module(f"rolecall.{name}")
     raise AttributeError(f"module 'rolecall' has no attribute {name!r}")

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+import rolecall
 from rolecall.config import Config, parse_overrides
 from rolecall.errors import RunError, UserError, check_known
 
@@ -35,9 +36,7 @@ def train(
 ) -> None:
     """Train as FILE says; any field is overridden by [bold]--section.key value[/bold] (docs/configuration.md)."""
     config = Config.load(file, context.args)  # before what takes seconds to import: a mistake in it shows at once
-    from rolecall.loop.run import train as run
-
-    run(config, resume=resume)
+    rolecall.train(config, resume=resume)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -47,9 +46,7 @@ def demo(context: typer.Context) -> None:
         config = Config.load(file, context.args)
     if "run.dir" not in parse_overrides(context.args):
         config.run.dir = str(_unused(Path("runs/demo")))
-    from rolecall.loop.run import train as run
-
-    run(config)
+    rolecall.train(config)
 
 
 @app.command("eval", context_settings=OVERRIDES)
