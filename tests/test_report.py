@@ -10,8 +10,7 @@ import pytest
 
 from rolecall.config import Config
 from rolecall.errors import UserError
-from rolecall.telemetry import metrics as logs
-from rolecall.telemetry import report
+from rolecall.telemetry import logs, report
 
 HOSTILE = "<script>alert('x')</script> & <b>7</b>"
 

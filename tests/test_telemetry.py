@@ -18,8 +18,7 @@ from rich.console import Console as RichConsole
 
 from rolecall.config import Config
 from rolecall.errors import UserError
-from rolecall.telemetry import metrics as logs
-from rolecall.telemetry import trackers, versions
+from rolecall.telemetry import logs, trackers, versions
 from rolecall.telemetry.console import BLOCKS, Console, sparkline, stage_bar
 
 STEP = {
@@ -182,7 +181,7 @@ def test_every_configurable_tracker_exists():
 
 
 def test_telemetry_imports_no_torch():
-    code = "import sys; from rolecall.telemetry import console, metrics, versions; versions.collect(); "
+    code = "import sys; from rolecall.telemetry import console, logs, versions; versions.collect(); "
     subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], check=True)
 
 

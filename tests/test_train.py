@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import rolecall
 from rolecall.config import Config
-from rolecall.telemetry.metrics import read
+from rolecall.telemetry.logs import read
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 TIMES = ("time/", "memory/", "tokens_per_second")  # what two equal runs may differ in

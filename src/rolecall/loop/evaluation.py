@@ -14,7 +14,7 @@ from rolecall.loop.stages import Context, generate, score
 from rolecall.roles.reward import Reward
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Prompt
-from rolecall.telemetry import metrics as telemetry
+from rolecall.telemetry import logs
 
 
 def answers(context: Context, heldout: list[Prompt]) -> list[dict[str, Any]]:
@@ -25,13 +25,13 @@ def answers(context: Context, heldout: list[Prompt]) -> list[dict[str, Any]]:
     groups = [(-1 - index, prompt) for index, prompt in enumerate(heldout)]
     samples = generate(context, groups, context.config.run.eval_samples)
     score(context, groups, samples)
-    return telemetry.records(groups, samples)
+    return logs.records(groups, samples)
 
 
 def evaluate(context: Context, heldout: list[Prompt], run_dir: Path, step: int) -> float:
     """Held-out accuracy (mean reward) of the present weights; the answers go to eval.jsonl."""
     lines = answers(context, heldout)
-    telemetry.append(run_dir / telemetry.EVAL, [{"step": step} | line for line in lines])
+    logs.append(run_dir / logs.EVAL, [{"step": step} | line for line in lines])
     return accuracy(lines)
 
 

@@ -23,8 +23,7 @@ from rolecall.loop import evaluation
 from rolecall.loop.stages import Context, synchronise
 from rolecall.loop.synchronous import take_step
 from rolecall.samples import Prompt
-from rolecall.telemetry import metrics as telemetry
-from rolecall.telemetry import report, trackers, versions
+from rolecall.telemetry import logs, report, trackers, versions
 from rolecall.telemetry.console import Console
 from rolecall.training import checkpoint
 
@@ -40,12 +39,12 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """One dictionary a step."""
-        return telemetry.read(self.dir / telemetry.METRICS)
+        return logs.read(self.dir / logs.METRICS)
 
     @property
     def heldout(self) -> dict[int, float]:
         """Held-out accuracy by step (0: before training)."""
-        return telemetry.heldout_accuracy(self.dir)
+        return logs.heldout_accuracy(self.dir)
 
     @property
     def checkpoint(self) -> Path:
@@ -154,7 +153,7 @@ def train(config: Config, *, resume: bool = False) -> Run:
     return Run(run_dir)
 
 
-def _loop(run_dir: Path, state: State, heldout: list[Prompt], log: telemetry.MetricsLog, console: Console) -> None:
+def _loop(run_dir: Path, state: State, heldout: list[Prompt], log: logs.MetricsLog, console: Console) -> None:
     """Steps until the last one, with evaluation before, between and after, and checkpoints as configured."""
     context, settings = state.context, state.context.config.run
     synchronise(context, state.step)  # the engine may hold others: its own, or those that a resumed run began with
@@ -168,23 +167,23 @@ def _loop(run_dir: Path, state: State, heldout: list[Prompt], log: telemetry.Met
         if heldout and (last or (settings.eval_every and state.step % settings.eval_every == 0)):
             metrics["heldout/accuracy"] = evaluation.evaluate(context, heldout, run_dir, state.step)
         log.step(state.step, metrics)
-        log.samples(state.step, telemetry.records(groups, samples[:SAMPLES_LOGGED]))
+        log.samples(state.step, logs.records(groups, samples[:SAMPLES_LOGGED]))
         console.step(state.step, metrics)
         if last or state.step % settings.save_every == 0:
             state.save(run_dir)
 
 
 @contextmanager
-def _recording(run_dir: Path, state: State, console: Console) -> Iterator[telemetry.MetricsLog]:
+def _recording(run_dir: Path, state: State, console: Console) -> Iterator[logs.MetricsLog]:
     """The run's folder with its configuration and open logs; lines of steps that will be done again are dropped."""
     config = state.context.config
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.toml").write_text(config.to_toml())
     (run_dir / "versions.json").write_text(json.dumps(versions.collect(), indent=2))
-    telemetry.truncate(run_dir, state.step if state.step else -1)
-    log = telemetry.MetricsLog(run_dir, config)
+    logs.truncate(run_dir, state.step or -1)
+    log = logs.MetricsLog(run_dir, config)
     try:
-        for line in telemetry.read(run_dir / telemetry.METRICS)[-1:]:
+        for line in logs.read(run_dir / logs.METRICS)[-1:]:
             console.step(line["step"], line)  # where a resumed run stands
         yield log
     finally:
@@ -210,7 +209,7 @@ def _where_to_start(run_dir: Path, resume: bool) -> Path | None:
     there = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(f"run.dir: {there} is no folder that can be written to. Write elsewhere with --run.dir NEW.")
-    if not resume and (run_dir / telemetry.METRICS).exists():
+    if not resume and (run_dir / logs.METRICS).exists():
         raise UserError(
             f"{run_dir} already holds a run. Continue it with --resume, or write elsewhere with --run.dir NEW."
         )

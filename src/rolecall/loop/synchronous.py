@@ -7,7 +7,7 @@ from rolecall.errors import RunError
 from rolecall.loop import checks, stages
 from rolecall.loop.stages import Context, Group, Metrics
 from rolecall.samples import Sample
-from rolecall.telemetry.metrics import StageClock
+from rolecall.telemetry.logs import StageClock
 
 
 def take_step(context: Context, sampler: Sampler, step: int) -> tuple[list[Group], list[Sample], Metrics]:

@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rolecall.config import Config
-from rolecall.telemetry.metrics import STAGE_COLORS, STAGES, before_after, binned, heldout_accuracy
+from rolecall.telemetry.logs import STAGE_COLORS, STAGES, before_after, binned, heldout_accuracy
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ANSWERS_SHOWN = 8

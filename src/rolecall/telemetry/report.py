@@ -20,8 +20,8 @@ from matplotlib.ticker import MaxNLocator
 
 from rolecall.errors import UserError
 from rolecall.files import atomic_write
-from rolecall.telemetry import metrics as logs
-from rolecall.telemetry.metrics import STAGE_COLORS, binned
+from rolecall.telemetry import logs
+from rolecall.telemetry.logs import STAGE_COLORS, binned
 
 POINTS = 300  # most points of a curve, and bars of the timeline; beyond that, means of neighbouring steps
 STEPS_SHOWN = 40  # most steps whose samples are listed, evenly spread
