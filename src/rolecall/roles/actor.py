@@ -26,7 +26,8 @@ class Actor(Trained):
 
     def __init__(self, config: Config):
         loaded = models.load(config.model, models.device())
-        super().__init__(config, config.actor, loaded, loaded.model)
+        waits = config.critic.warmup_only if "critic" in config.roles else 0
+        super().__init__(config, config.actor, loaded, loaded.model, waits)
 
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
         """Log-probability of each response token under the present weights, at the sampling temperature."""

@@ -27,4 +27,4 @@ def sync(roles: Roles, version: int) -> dict[str, float]:
         RunError: the engine would not have the Actor's weights, every parameter exactly. It keeps the old ones then.
     """
     transport = shared if roles.actor.process is roles.rollout.process else host
-    return transport.sync(roles.actor, roles.rollout, version)
+    return {"sync/bytes": transport.sync(roles.actor, roles.rollout, version), "sync/version": version}

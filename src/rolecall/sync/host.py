@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from rolecall.cluster import Handle
 
 
-def sync(actor: Handle, rollout: Handle, version: int) -> dict[str, float]:
-    """See ``rolecall.sync.sync``."""
+def sync(actor: Handle, rollout: Handle, version: int) -> int:
+    """See ``rolecall.sync.sync``; returns the bytes moved."""
     sent, buckets = actor.start(describe).result()
     futures = [actor.start(export, entries) for entries in buckets]
     rollout.load_weights(version, sent, *futures)
-    return {"sync/version": version, "sync/bytes": sum(entry.nbytes for entries in buckets for entry in entries)}
+    return sum(entry.nbytes for entries in buckets for entry in entries)
 
 
 def describe(actor: Any, limit: int = BUCKET_BYTES) -> tuple[str, list[tuple[Entry, ...]]]:

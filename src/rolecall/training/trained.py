@@ -51,18 +51,22 @@ class Trained:
         settings: the section for this role's optimizer and mini-batches.
         loaded: the model that micro-batches are made for.
         module: what is trained and saved (that model, or its backbone with another head).
+        waits: first steps of the run that do not update this role.
 
     Raises:
         UserError: gradients and optimizer state do not fit in memory.
     """
 
-    def __init__(self, config: Config, settings: configuration.Optimizer, loaded: Loaded, module: nn.Module):
+    def __init__(
+        self, config: Config, settings: configuration.Optimizer, loaded: Loaded, module: nn.Module, waits: int = 0
+    ):
         self.config, self.settings, self.loaded, self.module = config, settings, loaded, module
         self.device = next(module.parameters()).device
         what = f"training the {type(self).__name__.lower()} (gradients and Adam)"
         models.check_memory(bytes_to_train(module), what, self.device)
         self._planned = settings.epochs * min(settings.minibatches, config.rollout.prompts)  # groups are not split
-        self.optimizer = Optimizer(module.parameters(), settings, self._planned * _updates(config, settings))
+        updates = max(config.run.steps - waits, 0)
+        self.optimizer = Optimizer(module.parameters(), settings, self._planned * updates)
         self.updates = 0
         if settings.checkpointing:
             model: Any = loaded.model
@@ -150,12 +154,6 @@ class Trained:
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
         checkpoint.set_rng_state(state["rng"])
-
-
-def _updates(config: Config, settings: configuration.Optimizer) -> int:
-    """In the whole run, of the Critic, or of the Actor, which may have to wait for it at first."""
-    waits = config.critic.warmup_only if "critic" in config.roles and settings is not config.critic else 0
-    return max(config.run.steps - waits, 0)
 
 
 def combine(parts: Sequence[Mapping[str, float | Tensor]], weights: Sequence[float] | None = None) -> Metrics:
