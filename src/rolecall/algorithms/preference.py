@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rolecall.algorithms.masked import Metrics, floats, masked_mean, real, select
+from rolecall.algorithms.masked import Metrics, floats, real, select
 from rolecall.errors import UserError, check_known
 
 KINDS = ("sigmoid", "ipo")
@@ -31,10 +30,8 @@ def reward_model_loss(
             f"{tuple(chosen.shape)} chosen and {tuple(rejected.shape)} rejected scores: one of each a pair."
         )
     gap = real(chosen) - real(rejected)
-    everyone = torch.ones_like(gap, dtype=torch.bool)
-    loss = masked_mean(-F.logsigmoid(gap - margin), everyone, total)
-    accuracy, mean = masked_mean(gap > 0, everyone, total), masked_mean(gap, everyone, total)
-    return loss, floats(loss=loss, accuracy=accuracy, margin=mean)
+    loss = _mean(-F.logsigmoid(gap - margin), total)
+    return loss, floats(loss=loss, accuracy=_mean(gap > 0, total), margin=_mean(gap, total))
 
 
 def dpo_loss(
@@ -79,17 +76,16 @@ def dpo_loss(
     def pair_loss(h: Tensor) -> Tensor:
         return -F.logsigmoid(beta * h) if kind == "sigmoid" else (h - 1 / (2 * beta)).square()
 
-    everyone = torch.ones_like(h, dtype=torch.bool)
     losses = pair_loss(h)
     if label_smoothing > 0:  # not with 0: the other label's loss may be infinite
         losses = (1 - label_smoothing) * losses + label_smoothing * pair_loss(-h)
-    loss = masked_mean(losses, everyone, total)
+    loss = _mean(losses, total)
     return loss, floats(
         loss=loss,
-        accuracy=masked_mean(h > 0, everyone, total),
-        chosen_reward=beta * masked_mean(chosen_ratio, everyone, total),
-        rejected_reward=beta * masked_mean(rejected_ratio, everyone, total),
-        margin=beta * masked_mean(h, everyone, total),
+        accuracy=_mean(h > 0, total),
+        chosen_reward=beta * _mean(chosen_ratio, total),
+        rejected_reward=beta * _mean(rejected_ratio, total),
+        margin=beta * _mean(h, total),
     )
 
 
@@ -97,3 +93,8 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor, *, length_normalized: bool
     """Log-probability of each response: the sum over its action tokens, or their mean; (B, T) -> (B,)."""
     summed = select(logprobs, mask).sum(-1)
     return summed / mask.bool().sum(-1).clamp(min=1) if length_normalized else summed
+
+
+def _mean(x: Tensor, total: float | None) -> Tensor:
+    """Over the pairs: their sum divided by ``total``, or by their own number."""
+    return real(x).sum() / max(1, len(x) if total is None else total)
