@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 from rolecall.engines.base import Engine
 from rolecall.engines.native.engine import NativeEngine
@@ -12,10 +13,7 @@ from rolecall.models import Loaded
 
 __all__ = ["Engine", "create"]
 
-ENGINES: dict[str, type[NativeEngine] | type[TransformersEngine]] = {
-    "native": NativeEngine,
-    "transformers": TransformersEngine,
-}
+ENGINES: dict[str, Callable[[Loaded, int], Engine]] = {"native": NativeEngine, "transformers": TransformersEngine}
 
 
 def create(name: str, loaded: Loaded, max_sequences: int) -> Engine:

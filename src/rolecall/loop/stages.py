@@ -83,13 +83,12 @@ def reference(context: Context, samples: list[Sample]) -> Metrics:
 def advantages(context: Context, samples: list[Sample]) -> None:
     """Stage 4: how much better than expected each token was: by the group, the Critic and GAE, or the batch."""
     settings = context.config.algorithm
-    with_critic = settings.baseline == "critic"
-    if with_critic:
+    mask = per_token(samples, "response_mask").bool()
+    values = drift = None
+    if settings.baseline == "critic":
         for sample, row in zip(samples, context.roles.critic.values(samples), strict=True):
             sample.values = row
-    mask = per_token(samples, "response_mask").bool()
-    values = per_token(samples, "values") if with_critic else None
-    drift = None
+        values = per_token(samples, "values")
     if settings.kl_in == "reward" and context.kl.beta > 0:
         drift = per_token(samples, "old_logprobs") - per_token(samples, "ref_logprobs")
     gains, returns = algorithms.estimate_advantages(
