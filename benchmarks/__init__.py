@@ -1,7 +1,5 @@
 """Benchmarks beside what they are compared to. ``rolecall bench NAME`` calls ``run(out)`` of the file NAME.py here."""
 
-from __future__ import annotations
-
 import json
 from datetime import date
 from pathlib import Path

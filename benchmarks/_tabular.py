@@ -1,7 +1,5 @@
 """Two problems with exact answers, and roles whose model is a table: the loop's own step takes milliseconds on them."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Does the demo learn? Its recipe with three seeds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Does it learn? Recipes run whole, with three seeds each: held-out accuracy before and after, and the reward curve."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -4,8 +4,6 @@ A wrong sign, a dropped mask or a lost factor shows here. Where an objective is 
 distribution, not only the best answer, so that a factor in its weight shows too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field

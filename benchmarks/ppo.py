@@ -1,7 +1,5 @@
 """Does the demo's task learn by PPO, too? Its recipe with three seeds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

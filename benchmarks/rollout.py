@@ -1,7 +1,5 @@
 """The native engine against transformers' generate: same model, prompts and sampling, one run, interleaved repeats."""
 
-from __future__ import annotations
-
 import re
 import statistics
 import subprocess

@@ -1,7 +1,5 @@
 """Makes docs/configuration.md from the types: ``python docs/configuration.py > docs/configuration.md``."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 from pydantic.fields import FieldInfo

@@ -1,7 +1,5 @@
 """Small tensors for the tests of the algorithms."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -5,8 +5,6 @@ prompt once, its responses behind it. Equal gradients of all parameters thus com
 Where a formula differs, a test holds the difference and says which is right.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Exact values by hand, gradients against finite differences, and equivalences between objectives."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """`rolecall bench objectives`: every objective reaches its optimum, and a wrong one would not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

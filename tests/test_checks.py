@@ -1,7 +1,5 @@
 """The first step's checks: what is right passes, and each fault is named with both values."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

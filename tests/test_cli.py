@@ -1,7 +1,5 @@
 """The command line says what was wrong in one message, exits with 2, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """The configuration: what it accepts, what it refuses and with which words, and its generated reference page."""
 
-from __future__ import annotations
-
 import runpy
 import tomllib
 from contextlib import nullcontext

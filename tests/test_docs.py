@@ -1,7 +1,5 @@
 """The documentation says what the code does: its examples give the numbers printed, its links lead somewhere."""
 
-from __future__ import annotations
-
 import doctest
 import re
 from pathlib import Path

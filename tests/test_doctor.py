@@ -1,7 +1,5 @@
 """rolecall doctor: what it says must be so, on this machine and on poorer ones."""
 
-from __future__ import annotations
-
 import importlib.metadata
 
 import pytest

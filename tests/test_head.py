@@ -1,7 +1,5 @@
 """The output embedding gives float32 logits whatever type the model computes in."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Memory that must not grow: with tokens x vocabulary (pitfall 25), and step by step (pitfall 30)."""
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The objectives beyond GRPO and PPO: exact values by hand, gradients, and what each is a special case of."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Packing: what lies in a micro-batch, and that a sample's log-probabilities do not depend on its company."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -37,8 +37,6 @@ another part are tested there:
 31  versions that cannot be installed together: ``make test`` resolves and installs all of constraints.txt
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 import re

@@ -1,7 +1,5 @@
 """The HTML report, from real log files."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 from pathlib import Path

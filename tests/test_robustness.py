@@ -1,7 +1,5 @@
 """Every loss and advantage under what real batches hold: extreme numbers, junk under the mask, padding, autocast."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The Actor, the Critic and the Reference on the tiny model, with real parts."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import math

@@ -1,7 +1,5 @@
 """The stages with real roles in this process: what each objective's name does, and DAPO's dynamic sampling."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Stage 6: what travels, what is refused, and that the engine then generates what the Actor's weights say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Logs, trackers, the stage clock, versions and the live display."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

@@ -1,7 +1,5 @@
 """Whole runs through Ray on the tiny model: the command line, Python, the user's own task, learning, and resuming."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What every trained role shares: the length of its schedule, and a model without dropout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chunked log-probabilities, the optimizer and checkpoints."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """The command line. Exit codes: 0 done, 1 the run failed (resumable), 2 something for the user to mend."""
 
-from __future__ import annotations
-
 import sys
 from importlib import resources
 from itertools import chain, count

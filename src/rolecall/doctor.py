@@ -1,7 +1,5 @@
 """``rolecall doctor``: what is installed, which engines and devices are usable, and what to install for the rest."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -1,7 +1,5 @@
 """The errors that a user is meant to read."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

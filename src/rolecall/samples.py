@@ -1,7 +1,5 @@
 """What travels between the roles: prompts, requests and samples, unpadded, with no tensors in them."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, field
 from typing import Any

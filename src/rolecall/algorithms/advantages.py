@@ -1,7 +1,5 @@
 """Rewards to advantages: against the group, through a Critic (GAE), or against the batch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

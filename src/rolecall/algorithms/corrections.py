@@ -1,7 +1,5 @@
 """The trainer and the engine never agree exactly on log-probabilities: importance weights for the difference."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

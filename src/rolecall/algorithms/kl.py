@@ -1,7 +1,5 @@
 """How far the policy is from the Reference, and the controller that holds it there."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Policy and value losses. Each returns a loss to minimise and its metrics."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

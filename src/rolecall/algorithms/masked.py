@@ -4,8 +4,6 @@ Every function here and in the rest of the package selects with ``where``: a mas
 included, and changes neither a value nor a gradient. Arithmetic is float32, or float64 where the input is.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

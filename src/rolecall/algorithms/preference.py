@@ -1,7 +1,5 @@
 """Losses on pairs of a chosen and a rejected response."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What the loop holds of a role in another process: calls with a time-out, and errors that say who failed and where."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

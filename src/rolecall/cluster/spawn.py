@@ -1,7 +1,5 @@
 """From the configuration to running roles: Ray, one placement group, a process a pool, and the end of all of them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

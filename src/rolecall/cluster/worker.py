@@ -1,7 +1,5 @@
 """The process of a pool: one generic Ray actor that builds any roles and calls their methods. Imports no torch."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket

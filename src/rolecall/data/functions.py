@@ -1,7 +1,5 @@
 """A user's own function, named in the configuration as ``module:function`` or ``file.py:function``."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

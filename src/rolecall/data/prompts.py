@@ -1,7 +1,5 @@
 """From rows to prompts: template, chat template and tokeniser, each applied once."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

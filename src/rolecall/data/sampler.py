@@ -1,7 +1,5 @@
 """The endless shuffled stream of prompts."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from typing import Any

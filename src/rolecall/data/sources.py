@@ -1,7 +1,5 @@
 """Rows of a data set, from wherever they are, each a dict."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Small tasks that need no file."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Rollout engines: requests in, samples out."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

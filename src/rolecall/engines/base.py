@@ -1,7 +1,5 @@
 """What every rollout engine answers to."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Protocol
 

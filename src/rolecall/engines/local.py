@@ -1,7 +1,5 @@
 """What the engines share that work on the parameters of a model in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The fallback engine: transformers' own generate, for models that do not take Rolecall's attention function."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

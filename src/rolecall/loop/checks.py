@@ -1,7 +1,5 @@
 """What every run asserts at its first step, when the right answers are known in advance."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Held-out evaluation: the same prompts, seeds and sampling at every step, so that only the weights differ."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 from types import SimpleNamespace

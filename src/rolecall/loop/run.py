@@ -1,7 +1,5 @@
 """A run from the configuration to the trained model: set up, loop, evaluate, save, resume."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

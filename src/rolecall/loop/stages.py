@@ -1,7 +1,5 @@
 """The six stages of a step. Every mode of the loop (synchronous, pipelined, asynchronous) calls these functions."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The synchronous mode: each step runs the six stages one after the other, on the policy of this very step."""
 
-from __future__ import annotations
-
 from rolecall.data import Sampler
 from rolecall.errors import RunError
 from rolecall.loop import checks, stages

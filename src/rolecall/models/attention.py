@@ -6,8 +6,6 @@ call. Ours takes a ``layout``, an object that knows how the tokens of this call 
 transformers' own.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

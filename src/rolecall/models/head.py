@@ -4,8 +4,6 @@ Logits of a real model reach 20 and more, where bfloat16 steps by 0.125: rounded
 log-probabilities by 0.03 (MiniMax-M1, arXiv:2506.13585, section 3.2, found training to stall on that).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

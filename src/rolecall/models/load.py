@@ -1,7 +1,5 @@
 """From a name in the configuration to a model on its device, or one clear message why not."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

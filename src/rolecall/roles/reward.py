@@ -1,7 +1,5 @@
 """The Reward: what each sample is worth, by the function that the configuration names."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import numbers

@@ -1,7 +1,5 @@
 """The Rollout: an engine, and how new weights come into it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rolecall import engines, models

@@ -1,7 +1,5 @@
 """What travels in a sync: the policy's parameters under their Hugging Face names, cut into buckets of bytes."""
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator

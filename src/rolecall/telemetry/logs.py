@@ -1,7 +1,5 @@
 """What a run writes down as it goes: one JSON object a step, some of its samples, and the held-out answers."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

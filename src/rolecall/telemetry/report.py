@@ -1,7 +1,5 @@
 """The report of a run: one HTML file that opens anywhere, without network or scripts."""
 
-from __future__ import annotations
-
 import io
 import json
 import statistics

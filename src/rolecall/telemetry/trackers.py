@@ -1,7 +1,5 @@
 """Where metrics go besides metrics.jsonl. Each tracker's package is an extra, imported when it is chosen."""
 
-from __future__ import annotations
-
 import importlib.util
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What a run was made with. Asks the installed packages' metadata and the system; imports none of them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -1,7 +1,5 @@
 """Checkpoints that are whole or not there: RUN/checkpoints/step-000010/."""
 
-from __future__ import annotations
-
 import random
 import re
 from contextlib import AbstractContextManager

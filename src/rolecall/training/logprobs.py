@@ -1,7 +1,5 @@
 """Log-probabilities of response tokens, in memory that does not grow with tokens x vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The policy's objective, put together as configured."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rolecall.algorithms import aggregate, importance_correction, kl, masked_mean, policy_loss

@@ -1,7 +1,5 @@
 """AdamW on FP32 master weights, with clipping, warm-up and a schedule."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

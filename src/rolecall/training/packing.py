@@ -1,7 +1,5 @@
 """From samples to micro-batches: a group's prompt once, its responses behind it, under a token budget."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

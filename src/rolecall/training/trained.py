@@ -1,7 +1,5 @@
 """What the Actor and the Critic share: a model, its optimizer, and how samples become optimizer steps."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

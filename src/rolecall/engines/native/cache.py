@@ -1,7 +1,5 @@
 """The KV cache, and the two ways to attend with it: prompts that enter (prefill) and one token a row (decode)."""
 
-from __future__ import annotations
-
 from itertools import chain, takewhile
 
 import torch

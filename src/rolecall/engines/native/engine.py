@@ -1,7 +1,5 @@
 """The native engine: batched generation on a model's own parameters, so that a shared Actor needs no sync."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import torch

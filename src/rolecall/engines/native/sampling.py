@@ -1,7 +1,5 @@
 """Drawing tokens: each row by its own parameters and its own random numbers, whatever else is in the batch."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
