@@ -151,6 +151,15 @@ def test_a_run_needs_a_folder(tmp_path, recipe, rolecall):
     assert "is no folder that can be written to" in done.err
 
 
+def test_ctrl_c_says_how_to_go_on(rolecall, monkeypatch):
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rolecall.doctor.main", interrupted)
+    code, _, err = rolecall("doctor")
+    assert code == 130 and "Stopped. A run continues from its newest checkpoint with --resume." in err
+
+
 def test_help_lists_every_command(rolecall):
     done = rolecall("--help")
     assert done.code == 0

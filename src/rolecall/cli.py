@@ -86,6 +86,7 @@ def bench(
         raise UserError("Benchmarks run in a clone of the project: there is no benchmarks/ with any in this folder.")
     check_known("benchmark", name, known)
     load_function(f"benchmarks.{name}:run", "NAME")(out)
+    Console().print(f"Written: the table in {out}, its figures in {out / 'results'}.", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -103,9 +104,10 @@ def main() -> None:
     except (UserError, RunError) as error:
         _complain(str(error))
         sys.exit(2 if isinstance(error, UserError) else 1)
-    except KeyboardInterrupt:
-        _complain("Stopped. The run continues from its newest checkpoint with --resume.")
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == 130:  # what typer makes of Ctrl-C
+            _complain("Stopped. A run continues from its newest checkpoint with --resume.")
+        raise
 
 
 def _complain(message: str) -> None:
