@@ -349,8 +349,7 @@ class Config(Section):
         if rollout.group_size < smallest:
             raise UserError(
                 f"rollout.group_size is {rollout.group_size}: {algorithm.name} needs groups of at least {smallest} to "
-                "estimate a baseline. Use a larger group, RLOO (rloo, 2 or more), or PPO with a Critic (--algorithm.name "
-                "ppo)."
+                "estimate a baseline. Use a larger group, or --algorithm.name rloo (2 or more) or ppo (a Critic)."
             )
         if algorithm.loss == "reinforce" and self.actor.epochs * self.actor.minibatches > 1:
             raise UserError(
