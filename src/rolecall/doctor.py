@@ -72,7 +72,8 @@ def main() -> int:
 def _requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
     """What the package itself needs, and what each extra adds, from its own metadata."""
     everything = [Requirement(text) for text in importlib.metadata.requires("rolecall") or []]
-    names = set(importlib.metadata.metadata("rolecall").get_all("Provides-Extra") or []) - {"dev"}
+    for_tests = {"dev", "compare"}
+    names = set(importlib.metadata.metadata("rolecall").get_all("Provides-Extra") or []) - for_tests
     base = [requirement for requirement in everything if _needed(requirement, "")]
     return base, {
         extra: [requirement for requirement in everything if requirement not in base and _needed(requirement, extra)]
