@@ -165,7 +165,7 @@ class Algorithm(Section):
 
     kl_beta: float = Field(0.0, ge=0, description="Weight of KL(policy, Reference) (c2); 0: no Reference")
     kl_in: Literal["loss", "reward"] = Field("loss", description="Where the KL term enters")
-    kl_estimator: Literal["k2", "k3"] = Field("k2", description="In the loss: k2's gradient is exact on-policy")
+    kl_estimator: Literal["k2", "k3"] = Field("k2", description="In the loss: k2's gradient is that of the KL itself")
     kl_target: float = Field(0.0, ge=0, description="beta adapts towards this KL a token; 0: beta is fixed")
     kl_rule: Literal["proportional", "double"] = Field("proportional", description="How beta adapts")
     kl_horizon: float = Field(10_000, gt=0, description="Samples over which beta adapts (proportional)")

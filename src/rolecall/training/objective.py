@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from rolecall.algorithms import aggregate, importance_correction, kl, masked_mean, policy_loss
+from rolecall.algorithms.masked import select
 from rolecall.config import Algorithm
 from rolecall.training.trained import Totals
 
@@ -68,13 +69,13 @@ def policy_objective(
         assert ref_logprobs is not None
         # The estimate is an expectation over the policy in training, so from the engine's samples it takes the
         # correction's weights, and from the old policy's the ratio.
-        ratio = (logprobs.detach() - old_logprobs).where(mask.bool(), 0.0).exp().clamp(max=settings.correction_cap)
+        ratio = importance_correction(logprobs, old_logprobs, mask, cap=settings.correction_cap)
         drift = kl(logprobs, ref_logprobs, estimator=settings.kl_estimator, mask=mask)
         loss = loss + beta * mean(weights * ratio * drift)
     if settings.entropy_coef > 0:
         loss = loss - settings.entropy_coef * mean(entropy)
 
-    gap = (old_logprobs - engine_logprobs).abs().where(mask.bool(), 0.0)
+    gap = select(old_logprobs - engine_logprobs, mask).abs()
     cut = weights == 0 if settings.correction == "mask" else weights >= settings.correction_cap
     return loss, metrics | {
         "tokens": mask.sum(),
