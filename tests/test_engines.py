@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from forward import sampled_logprobs
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -85,15 +86,6 @@ def requests(sampling: Sampling, n: int = 1, prompts: list[list[int]] = PROMPTS,
     return [Request(i, f"prompt-{i}", prompt, n, seed, sampling) for i, prompt in enumerate(prompts)]
 
 
-@torch.no_grad()
-def plain(loaded: Loaded, sample: Sample) -> torch.Tensor:
-    """Logits before each response token, (T, V), from one forward pass with transformers' eager attention."""
-    model: Any = copy.deepcopy(loaded.model)
-    model.set_attn_implementation("eager")
-    logits = model(torch.tensor([sample.prompt + sample.response])).logits[0].float()
-    return logits[len(sample.prompt) - 1 : -1]
-
-
 def update(engine: Any, weights: dict[str, torch.Tensor], version: int) -> None:
     engine.start_update([entry for bucket in plan(weights.items()) for entry in bucket])
     engine.write(weights.items())
@@ -106,16 +98,7 @@ def by_id(samples: list[Sample]) -> dict[tuple[int, int], tuple[list[int], str]]
 
 def check_sampled_from(loaded: Loaded, sample: Sample, sampling: Sampling) -> None:
     """The sample's log-probabilities are those of the distribution that ``sampling`` makes of a plain forward pass."""
-    scores = plain(loaded, sample)
-    early = torch.arange(len(scores)) < sampling.min_tokens
-    scores[early[:, None] & torch.isin(torch.arange(scores.shape[-1]), torch.tensor(ENDS))] = -torch.inf
-    scores = scores / (sampling.temperature or 1.0)
-    if sampling.top_k and sampling.temperature:
-        scores[scores < scores.topk(sampling.top_k).values[:, -1:]] = -torch.inf
-    for row in scores:
-        ranked, order = row.softmax(-1).sort(descending=True)
-        row[order[ranked.cumsum(-1) - ranked >= sampling.top_p]] = -torch.inf
-    expected = scores.log_softmax(-1).gather(-1, torch.tensor(sample.response)[:, None])[:, 0]
+    expected = sampled_logprobs(loaded.model, sample, sampling, ENDS)
     torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=2e-4, rtol=1e-4)
 
 

@@ -50,7 +50,7 @@ class VLLMEngine:
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         self.endings.context = min(longest, self.endings.context or longest)
         self.llm = _start(config, self.outline, self.device, self.endings.context)
-        self._names = _first_names(self.outline)
+        self._names = _names_of_one(self.outline)
         self._running: dict[str, Sequence] = {}
         self._ids = itertools.count()
         self._turn = threading.Condition(threading.RLock())  # held while vLLM is called
@@ -102,8 +102,9 @@ class VLLMEngine:
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine.write``."""
+        named = [(name, value) for sent, value in weights for name in self._names[sent]]
         with self._turn:
-            self.llm.collective_rpc("write_weights", args=([(self._names[name], value) for name, value in weights],))
+            self.llm.collective_rpc("write_weights", args=(named,))
 
     def finish_update(self, version: int) -> None:
         """See ``Engine.finish_update``. Paused responses go on from the new weights, their past computed anew."""
@@ -226,7 +227,9 @@ def _cache_bytes(outline: Any, longest: int, sequences: int, device: torch.devic
     return min(token * BLOCK * blocks, free_memory(device) // 2)
 
 
-def _first_names(outline: Any) -> dict[str, str]:
-    """Each parameter's names -> the first of them: vLLM skips a tied parameter's others."""
-    first = {id(parameter): name for name, parameter in outline.named_parameters()}
-    return {name: first[id(parameter)] for name, parameter in outline.named_parameters(remove_duplicate=False)}
+def _names_of_one(outline: Any) -> dict[str, list[str]]:
+    """Each parameter's name -> all names of it. vLLM keeps tied ones apart while it loads."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in outline.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: group for group in names.values() for name in group}

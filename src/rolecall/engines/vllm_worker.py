@@ -24,12 +24,19 @@ class WeightReceiver:
     model_runner: Any
     model_config: Any
     vllm_config: Any
-    _written: set[str] | None = None  # vLLM's names; None: no update is under way
+    _expected: set[str]  # vLLM's names of what must be written
+    _written: set[str] | None = None  # and of what was; None: no update is under way
 
     def begin_weights(self) -> None:
         if self._written is not None:  # the last update broke off
             self._finalize()
-        initialize_layerwise_reload(self.model_runner.model)
+        model = self.model_runner.model
+        once = {name for name, _ in model.named_parameters()}
+        again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once  # tied to one of these
+        initialize_layerwise_reload(model)
+        self._expected = {name for name, _ in model.named_parameters()}
+        if self.model_runner.device.type != "cpu":  # where tied layers share memory; on a CPU each repacks for itself
+            self._expected -= again
         self._written = set()
 
     def write_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -42,10 +49,9 @@ class WeightReceiver:
 
     def end_weights(self) -> None:
         assert self._written is not None
-        names = {name for name, _ in self.model_runner.model.named_parameters()}
-        if missing := sorted(names - self._written):
+        if missing := sorted(self._expected - self._written):
             raise RunError(
-                f"Weight sync: {len(missing)} of vLLM's {len(names)} parameters were not written "
+                f"Weight sync: {len(missing)} of vLLM's {len(self._expected)} parameters were not written "
                 f"({', '.join(missing[:3])}, ...)."
             )
         self._finalize()
