@@ -224,7 +224,10 @@ def test_gpus_go_to_the_actor_first_and_to_other_models_as_far_as_they_suffice()
 
 def test_a_vllm_rollout_gets_a_gpu_of_its_own_or_half_of_the_actors():
     def gpus(available: float, **pool) -> dict[str, float]:
-        pools = {"train": {"roles": ["actor", "critic", "reference", "rollout"], **pool}, "score": {"roles": ["reward"]}}
+        pools = {
+            "train": {"roles": ["actor", "critic", "reference", "rollout"], **pool},
+            "score": {"roles": ["reward"]},
+        }
         config = Config(rollout={"engine": "vllm"}, cluster={"pools": pools})
         return {name: bundle.get("GPU", 0) for name, bundle in _bundles(config, available).items()}
 

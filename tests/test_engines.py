@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from forward import sampled_logprobs
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -17,6 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from forward import sampled_logprobs
 from rolecall import engines
 from rolecall.engines.native.cache import Cache, Prefill
 from rolecall.engines.native.engine import NativeEngine

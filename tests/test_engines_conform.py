@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from forward import plain, sampled_logprobs
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from forward import plain, sampled_logprobs
 from rolecall import models
 from rolecall.config import Config
 from rolecall.errors import RunError, UserError
@@ -177,9 +177,7 @@ SAMPLINGS = {
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_log_probabilities_are_those_of_the_distribution_sampled_from(
-    rollout: Rollout, model: Any, sampling: Sampling
-):
+def test_log_probabilities_are_those_of_the_distribution_sampled_from(rollout: Rollout, model: Any, sampling: Sampling):
     check(model, rollout.generate(requests(sampling, n=4)), sampling)
 
 
@@ -295,7 +293,7 @@ def test_a_tied_parameter_goes_by_any_of_its_names(rollout: Rollout, model: Any,
     renamed = {("lm_head.weight" if "embed" in name else name): value for name, value in second.items()}
     update(rollout, renamed, 1)
     check(with_weights(model, second), rollout.generate(requests(LONG)), LONG)
-    with pytest.raises(RunError, match="'model.embed_tokens.weight' and 'lm_head.weight' are one parameter here"):
+    with pytest.raises(RunError, match=r"'model\.embed_tokens\.weight' and 'lm_head\.weight' are one parameter here"):
         announce(rollout, first | {"lm_head.weight": second["model.embed_tokens.weight"]}, 2)
 
 

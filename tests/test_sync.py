@@ -224,7 +224,7 @@ def test_what_is_not_what_was_sent_is_refused_and_half_an_update_generates_nothi
             rollout.finish_update()
     assert held(rollout) == before  # nothing of the bad bucket was written
     assert rollout.version == 0
-    with pytest.raises(RunError, match="partly of version 0 and partly of 1.*Sync again"):
+    with pytest.raises(RunError, match=r"partly of version 0 and partly of 1: .* Sync again"):
         rollout.generate([GREEDY])
     update(actor, rollout, 2)
     assert rollout.generate([GREEDY])[0].response == greedy(actor)

@@ -57,7 +57,7 @@ class Engine(Protocol):
         ...
 
     def sleep(self, level: Literal[1, 2]) -> None:
-        """Free the accelerator's memory between generating and the next sync: 1 keeps the weights on the host, 2 none."""
+        """Free the GPU's memory between generating and the next sync. 1 keeps the weights on the host, 2 drops them."""
         ...
 
     def wake(self, part: Literal["weights", "kv_cache"]) -> None:

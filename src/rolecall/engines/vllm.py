@@ -191,10 +191,11 @@ def _start(config: Config, outline: Any, device: torch.device, longest: int) -> 
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    dtype: Any = str(outline.dtype).removeprefix("torch.")
     try:
         arguments = EngineArgs(
             model=models.resolve(config.model.path),
-            dtype=str(outline.dtype).removeprefix("torch."),
+            dtype=dtype,
             skip_tokenizer_init=True,
             generation_config="vllm",  # not the sampling defaults that the model ships
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
