@@ -28,7 +28,7 @@ from rolecall.samples import Request, Sample, Sampling
 from rolecall.sync.buckets import pack, plan
 
 ENGINES = ["native", "transformers", "vllm"]
-CONTEXT, MOST = 256, 12  # tokens; sequences at once
+CONTEXT, MOST = 256, 24  # tokens; sequences at once
 ENDS = [1, 15]  # the tokenizer's, and one that only the generation config names
 PROMPTS = [[2, 3, 7, 11, 4], [9], [2, 3, 7, 8, 8, 12, 6, 6, 10, 4], [2, 3, 6, 4]]
 LONG = Sampling(max_tokens=24, min_tokens=24)
@@ -203,7 +203,7 @@ def test_what_a_sample_says_of_itself(rollout: Rollout):
 
 
 def test_the_same_seed_gives_the_same_sample_in_any_company(rollout: Rollout):
-    crowd = requests(Sampling(max_tokens=16), n=5)  # more than run at once
+    crowd = requests(Sampling(max_tokens=16), n=7)  # more than run at once
     expected = by_id(rollout.generate(crowd))
     assert len({len(response) for response, _ in expected.values()}) > 1
     assert by_id(rollout.generate(crowd[::-1])) == expected
@@ -263,6 +263,14 @@ def test_many_requests_of_many_kinds(rollout: Rollout, model: Any):
     assert [(s.group_id, s.index) for s in samples] == [(r.group_id, i) for r in asked for i in range(r.n)]
     for sample in samples:
         assert max(gaps(model, sample, asked[sample.group_id].sampling)) < 1e-3
+
+
+def test_prompts_of_more_tokens_than_one_forward_pass_takes(rollout: Rollout, model: Any):
+    rng = random.Random(1)
+    prompts = [[rng.randrange(16) for _ in range(CONTEXT - 30)] for _ in range(2 * MOST)]
+    sampling = Sampling(max_tokens=6)
+    for sample in rollout.generate(requests(sampling, prompts=prompts)):
+        assert max(gaps(model, sample, sampling)) < 1e-3
 
 
 def test_new_weights_are_used_at_once_and_the_old_ones_come_back(rollout: Rollout, model: Any, first: Weights):
