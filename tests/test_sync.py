@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -264,6 +265,44 @@ def test_an_engine_that_holds_something_else_is_noticed(apart):
         rollout.finish_update()
 
 
+class Here:
+    """A handle to a role in this process. What is started runs when it is waited for, at the latest."""
+
+    def __init__(self, role: Any, log: list[str]):
+        self.role, self.log = role, log
+
+    def start(self, method: Any, *args: Any) -> Here.Later:
+        return Here.Later(self, method, args)
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self.role, method)
+
+    class Later:
+        def __init__(self, handle: Here, method: Any, args: tuple):
+            self.handle, self.method, self.args = handle, method, args
+            self.handle.log.append(f"start {getattr(method, '__name__', method)}")
+
+        def result(self) -> Any:
+            args = [arg.result() if isinstance(arg, Here.Later) else arg for arg in self.args]
+            if callable(self.method):
+                return self.method(self.handle.role, *args)
+            self.handle.log.append(f"{self.method} done")
+            return getattr(self.handle.role, self.method)(*args)
+
+
+def test_no_more_than_two_buckets_are_on_their_way(apart):
+    actor, rollout = apart
+    log: list[str] = []
+    moved = host.sync(Here(actor, log), Here(rollout, log), 3, limit=60_000)
+    assert log[:6] == ["start describe", *["start export", "start write"] * 2, "write done"]
+    for end in range(len(log)):
+        started, done = log[:end].count("start write"), log[:end].count("write done")
+        assert started - done <= host.IN_FLIGHT
+    assert log.count("write done") == log.count("start export") > 4
+    assert moved == {"sync/version": 3, "sync/bytes": sum(p.nbytes for p in actor.loaded.model.parameters())}
+    assert rollout.generate([GREEDY])[0].response == greedy(actor) and rollout.version == 3
+
+
 # Through Ray
 
 
@@ -293,6 +332,14 @@ def test_sync_between_two_processes_changes_what_is_generated(in_two_processes, 
         assert moved["sync/bytes"] == sum(p.nbytes for p in tiny.model.parameters())
         responses += [first, after]
     assert len({tuple(response) for response in responses}) == 3
+
+
+def test_sync_in_many_buckets_between_two_processes(in_two_processes):
+    in_two_processes.actor.start(shift, 8).result()
+    host.sync(in_two_processes.actor, in_two_processes.rollout, 4, limit=60_000)
+    after = in_two_processes.rollout.generate([GREEDY])[0]
+    assert after.response == in_two_processes.actor.start(greedy).result()
+    assert after.versions == [(0, len(after.response), 4)]
 
 
 def test_sync_in_one_process_moves_nothing(tiny_path, local_ray):

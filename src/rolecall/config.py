@@ -317,9 +317,12 @@ class Config(Section):
             raise ValueError(f"cluster.pools places no {', '.join(missing)}; add the role to a pool")
         if rollout.min_tokens > rollout.max_tokens:
             raise ValueError(f"rollout.min_tokens is {rollout.min_tokens}, over max_tokens {rollout.max_tokens}")
-        split = next((f"{name}-rollout" for name, pool in self.cluster.pools.items() if "rollout" in pool.roles), "")
-        if rollout.engine in SEPARATE_ENGINES and split in self.cluster.pools:
-            raise ValueError(f"cluster.pools: the name {split!r} is the one of {rollout.engine}'s own process; take another")
+        pools = self.cluster.pools
+        split = [f"{name}-rollout" for name, pool in pools.items() if "rollout" in pool.roles and len(pool.roles) > 1]
+        if rollout.engine in SEPARATE_ENGINES and split and split[0] in pools:
+            raise ValueError(
+                f"cluster.pools: the name {split[0]!r} is the one of {rollout.engine}'s own process; take another"
+            )
         if rollout.sleep and rollout.engine not in SEPARATE_ENGINES:
             raise ValueError(
                 f"rollout.sleep = {rollout.sleep} is for engines with weights of their own "

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 IN_FLIGHT = 2  # buckets: one is written while the other is packed
 
 
-def sync(actor: Handle, rollout: Handle, version: int) -> dict[str, float]:
-    """See ``rolecall.sync.sync``."""
-    buckets = actor.start(describe).result()
+def sync(actor: Handle, rollout: Handle, version: int, limit: int = BUCKET_BYTES) -> dict[str, float]:
+    """See ``rolecall.sync.sync``. ``limit``: bytes of a bucket."""
+    buckets = actor.start(describe, limit).result()
     rollout.start_update([entry for entries in buckets for entry in entries], version)
     written: list[Any] = []
     for number, entries in enumerate(buckets):
@@ -31,7 +31,7 @@ def sync(actor: Handle, rollout: Handle, version: int) -> dict[str, float]:
     return {"sync/version": version, "sync/bytes": sum(entry.nbytes for entries in buckets for entry in entries)}
 
 
-def describe(actor: Any, limit: int = BUCKET_BYTES) -> list[tuple[Entry, ...]]:
+def describe(actor: Any, limit: int) -> list[tuple[Entry, ...]]:
     """In the Actor's process: what goes into which bucket, with the digest of each tensor as it is now."""
     return plan(actor.loaded.model.named_parameters(), limit)
 
