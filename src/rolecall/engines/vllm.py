@@ -61,11 +61,19 @@ class VLLMEngine:
         self._unpaused.set()
 
     def generate(self, requests: list[Request]) -> list[Sample]:
-        """See ``Engine.generate``."""
+        """See ``Engine.generate``.
+
+        Raises:
+            RunError: it sleeps.
+        """
         sequences = self.endings.open(requests)
         own: list[str] = []
         try:
             with self._turn():
+                if self.llm.is_sleeping():
+                    raise RunError(
+                        "vLLM sleeps (rollout.sleep) until a weight sync wakes it: nothing can be generated."
+                    )
                 own += [self._add(sequence) for sequence in sequences]
             while not all(sequence.finish for sequence in sequences):
                 self._unpaused.wait()
