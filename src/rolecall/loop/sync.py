@@ -18,9 +18,9 @@ def take_step(context: Context, sampler: Sampler, step: int) -> tuple[list[Group
     """
     clock = Stages()
     groups, samples, metrics = _roll_out(context, sampler, clock)
-    if context.config.rollout.sleep:
-        context.roles.rollout.sleep()  # until the sync wakes it
     with clock("reference"):
+        if context.config.rollout.sleep:
+            context.roles.rollout.sleep()  # until the sync wakes it
         metrics |= stages.reference(context, samples)
     with clock("advantages"):
         metrics |= stages.advantages(context, samples)
