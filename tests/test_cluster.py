@@ -209,8 +209,8 @@ def test_gpus_go_to_the_actor_first_and_to_other_models_as_far_as_they_suffice()
     pools = {name: pool["roles"] for name, pool in reversed(APART.items())}
 
     def gpus(available: float, **given: float) -> dict[str, float]:
-        config = Config(cluster={"pools": {name: {"roles": pools[name], "gpus": given.get(name)} for name in pools}})
-        return {name: bundle.get("GPU", 0) for name, bundle in _bundles(config, pools, available).items()}
+        config = settings("", pools={name: {"roles": pools[name], "gpus": given.get(name)} for name in pools})
+        return {name: bundle.get("GPU", 0) for name, bundle in _bundles(config, available).items()}
 
     assert gpus(0) == {"reward": 0, "rollout": 0, "reference": 0, "critic": 0, "actor": 0}
     assert gpus(1) == {"reward": 0, "rollout": 0, "reference": 0, "critic": 0, "actor": 1}
@@ -220,6 +220,39 @@ def test_gpus_go_to_the_actor_first_and_to_other_models_as_far_as_they_suffice()
         "reward": 0.5, "rollout": 2, "reference": 0, "critic": 0, "actor": 1
     }  # fmt: skip
     assert list(gpus(1)) == list(pools)
+
+
+def test_a_vllm_rollout_gets_a_gpu_of_its_own_or_half_of_the_actors():
+    def gpus(available: float, **pool) -> dict[str, float]:
+        pools = {
+            "train": {"roles": ["actor", "critic", "reference", "rollout"], **pool},
+            "score": {"roles": ["reward"]},
+        }
+        config = Config(rollout={"engine": "vllm"}, cluster={"pools": pools})
+        return {name: bundle.get("GPU", 0) for name, bundle in _bundles(config, available).items()}
+
+    assert gpus(0) == {"train-rollout": 0, "train": 0, "score": 0}
+    assert gpus(1) == {"train-rollout": 0.5, "train": 0.5, "score": 0}
+    assert gpus(4) == {"train-rollout": 1, "train": 1, "score": 0}
+    assert gpus(4, gpus=1) == {"train-rollout": 0.5, "train": 0.5, "score": 0}
+    assert gpus(4, gpus=2) == {"train-rollout": 1, "train": 1, "score": 0}
+
+
+def test_a_vllm_rollout_gets_a_process_of_its_own(address):
+    config = settings(address)
+    assert {name: pool.roles for name, pool in config.pools.items()} == {
+        "train": ["actor", "critic", "reference", "rollout"], "score": ["reward"]
+    }  # fmt: skip
+    config.rollout.engine = "vllm"
+    config.cluster.pools["train"].threads = 1
+    assert {name: pool.roles for name, pool in config.pools.items()} == {
+        "train-rollout": ["rollout"], "train": ["actor", "critic", "reference"], "score": ["reward"]
+    }  # fmt: skip
+    with spawn(config) as roles:
+        assert roles.rollout.process.pool == "train-rollout"
+        assert not roles.rollout.shares_the_actors_process()
+        assert roles.rollout.seen()["pid"] != roles.actor.seen()["pid"] == roles.critic.seen()["pid"]
+        assert roles.rollout.seen()["OMP_NUM_THREADS"] == "1"
 
 
 def test_calls_to_two_pools_run_side_by_side(address, tmp_path):

@@ -57,6 +57,14 @@ def test_there_are_few_fields():
         ({"cluster": {"pools": {"a": {"roles": ["actor"]}}}}, "cluster.pools places no rollout, reward"),
         ({"cluster": {"pools": {"a": {"roles": ["actor", "actor", "rollout", "reward"]}}}}, "places actor more than"),
         ({"cluster": {"pools": {"a": {"role": ["actor"]}}}}, "Did you mean 'roles'?"),
+        ({"rollout": {"sleep": 1}}, "rollout.sleep = 1 is for engines with weights of their own (vllm), not 'native'"),
+        (
+            {
+                "rollout": {"engine": "vllm"},
+                "cluster": {"pools": {"a": {"roles": ["actor", "rollout"]}, "a-rollout": {"roles": ["reward"]}}},
+            },
+            "the name 'a-rollout' is the one of vllm's own process; take another",
+        ),
     ],
 )
 def test_mistakes_name_the_key_the_value_and_the_way_out(sections, says):

@@ -16,6 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from forward import sampled_logprobs
 from rolecall import engines
 from rolecall.engines.native.cache import Cache, Prefill
 from rolecall.engines.native.engine import NativeEngine
@@ -25,6 +26,7 @@ from rolecall.models import Loaded
 from rolecall.models.attention import why_unsupported
 from rolecall.samples import Request, Sample, Sampling
 from rolecall.sync import checksum
+from rolecall.sync.buckets import plan
 
 VOCABULARY, CONTEXT = 200, 96
 ENDS = [1, *range(60, 80)]  # so many end tokens that samples have many lengths
@@ -85,13 +87,10 @@ def requests(sampling: Sampling, n: int = 1, prompts: list[list[int]] = PROMPTS,
     return [Request(i, f"prompt-{i}", prompt, n, seed, sampling) for i, prompt in enumerate(prompts)]
 
 
-@torch.no_grad()
-def plain(loaded: Loaded, sample: Sample) -> torch.Tensor:
-    """Logits before each response token, (T, V), from one forward pass with transformers' eager attention."""
-    model: Any = copy.deepcopy(loaded.model)
-    model.set_attn_implementation("eager")
-    logits = model(torch.tensor([sample.prompt + sample.response])).logits[0].float()
-    return logits[len(sample.prompt) - 1 : -1]
+def update(engine: Any, weights: dict[str, torch.Tensor], version: int) -> None:
+    engine.start_update([entry for bucket in plan(weights.items()) for entry in bucket])
+    engine.write(weights.items())
+    engine.finish_update(version)
 
 
 def by_id(samples: list[Sample]) -> dict[tuple[int, int], tuple[list[int], str]]:
@@ -100,16 +99,7 @@ def by_id(samples: list[Sample]) -> dict[tuple[int, int], tuple[list[int], str]]
 
 def check_sampled_from(loaded: Loaded, sample: Sample, sampling: Sampling) -> None:
     """The sample's log-probabilities are those of the distribution that ``sampling`` makes of a plain forward pass."""
-    scores = plain(loaded, sample)
-    early = torch.arange(len(scores)) < sampling.min_tokens
-    scores[early[:, None] & torch.isin(torch.arange(scores.shape[-1]), torch.tensor(ENDS))] = -torch.inf
-    scores = scores / (sampling.temperature or 1.0)
-    if sampling.top_k and sampling.temperature:
-        scores[scores < scores.topk(sampling.top_k).values[:, -1:]] = -torch.inf
-    for row in scores:
-        ranked, order = row.softmax(-1).sort(descending=True)
-        row[order[ranked.cumsum(-1) - ranked >= sampling.top_p]] = -torch.inf
-    expected = scores.log_softmax(-1).gather(-1, torch.tensor(sample.response)[:, None])[:, 0]
+    expected = sampled_logprobs(loaded.model, sample, sampling, ENDS)
     torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=2e-4, rtol=1e-4)
 
 
@@ -198,7 +188,8 @@ def test_new_weights_are_used_at_once(engine: str, loaded: Loaded):
     for sample in samples:
         check_sampled_from(own, sample, LONG)
 
-    assert generator.load_weights(original.items(), version=5) == checksum(original.items())
+    update(generator, original, version=5)
+    assert checksum(own.model.named_parameters()) == checksum(original.items())
     samples = generator.generate(requests(LONG, n=2))
     assert by_id(samples) == before
     assert samples[0].versions == [(0, 14, 5)]
@@ -217,12 +208,12 @@ def test_weights_are_loaded_all_or_not_at_all(engine: str, llama: Loaded):
     }
     for weights, message in bad.values():
         with pytest.raises(RunError, match=message):
-            generator.load_weights(weights.items(), version=1)
+            update(generator, weights, version=1)
         assert checksum(llama.model.named_parameters()) == before and generator.version == 0
     # The tied parameter goes by its other name too.
     renamed = {("lm_head.weight" if "embed" in name else name): value for name, value in good.items()}
-    assert generator.load_weights(iter(renamed.items()), version=1) == checksum(good.items())
-    assert generator.version == 1
+    update(generator, renamed, version=1)
+    assert checksum(llama.model.named_parameters()) == checksum(good.items()) and generator.version == 1
     assert torch.equal(llama.model.get_parameter("model.embed_tokens.weight"), good["model.embed_tokens.weight"])
 
 

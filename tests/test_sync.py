@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from rolecall.roles.actor import Actor
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Request, Sampling
 from rolecall.sync import checksum, host
-from rolecall.sync.buckets import ALIGNMENT, pack, plan
+from rolecall.sync.buckets import ALIGNMENT, Bucket, pack, plan
 
 PROMPT = [2, 3, 7, 11, 4]
 GREEDY = Request(0, "p", PROMPT, 1, 0, Sampling(max_tokens=8, temperature=0.0))
@@ -162,29 +163,48 @@ def apart(tiny_path) -> tuple[Actor, Rollout]:
     return actor, rollout
 
 
-def exported(actor: Actor, limit: int = 20_000) -> tuple[str, list]:
-    sent, buckets = host.describe(actor, limit)
+def announced(actor: Actor, rollout: Rollout, version: int, limit: int = 20_000) -> list[Bucket]:
+    """The Actor's weights in several buckets, after the Rollout has been told what they will be."""
+    buckets = host.describe(actor, limit)
     assert len(buckets) > 2
-    return sent, [host.export(actor, entries) for entries in buckets]
+    rollout.start_update([entry for entries in buckets for entry in entries], version)
+    return [host.export(actor, entries) for entries in buckets]
+
+
+def update(actor: Actor, rollout: Rollout, version: int) -> None:
+    for bucket in announced(actor, rollout, version):
+        rollout.write(bucket)
+    rollout.finish_update()
+
+
+def held(rollout: Rollout) -> str:
+    return checksum(rollout.engine.model.named_parameters())
 
 
 def test_sent_weights_are_in_place_bit_for_bit(apart):
     actor, rollout = apart
-    sent, buckets = exported(actor)
-    assert checksum(rollout.loaded.model.named_parameters()) != sent
-    rollout.load_weights(1, sent, *buckets)
+    sent = checksum(actor.loaded.model.named_parameters())
+    assert held(rollout) != sent
+    update(actor, rollout, 1)
     assert rollout.version == 1
-    assert checksum(rollout.loaded.model.named_parameters()) == sent
+    assert held(rollout) == sent
     assert rollout.generate([GREEDY])[0].response == greedy(actor)
-    rollout.load_weights(9, sent, *buckets)
+    update(actor, rollout, 9)
     assert rollout.version == 9
 
 
-@pytest.mark.parametrize("fault", ["one flipped bit", "a bucket lost", "a bucket twice", "another Actor's bucket"])
-def test_what_is_not_what_was_sent_is_refused_and_the_old_weights_stay(apart, fault):
+FAULTS = {
+    "one flipped bit": r"'[\w.]+' arrived with digest \w+, the Actor sent \w+; version 1 fails",
+    "a bucket lost": r"\d tensors never arrived \(model\.[\w.]+, .*; version 1 fails",
+    "a bucket twice": r"'model\.embed_tokens\.weight' came twice, or unannounced; version 1 fails",
+    "another Actor's bucket": r"'[\w.]+' arrived with digest \w+, the Actor sent \w+; version 1 fails",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_not_what_was_sent_is_refused_and_half_an_update_generates_nothing(apart, fault):
     actor, rollout = apart
-    old = checksum(rollout.loaded.model.named_parameters())
-    sent, buckets = exported(actor)
+    buckets = announced(actor, rollout, 1)
     if fault == "one flipped bit":
         buckets[1].data[buckets[1].entries[0].offset + 5] ^= 1
     elif fault == "a bucket lost":
@@ -193,37 +213,92 @@ def test_what_is_not_what_was_sent_is_refused_and_the_old_weights_stay(apart, fa
         buckets[1] = buckets[0]
     else:
         shift(actor, seed=3)
-        buckets[1] = exported(actor)[1][1]
-    with pytest.raises(RunError, match=f"the Actor sent {sent}; the engine keeps version 0"):
-        rollout.load_weights(1, sent, *buckets)
-    assert checksum(rollout.loaded.model.named_parameters()) == old
+        buckets[1] = host.export(actor, buckets[1].entries)
+    rollout.write(buckets[0])
+    before = held(rollout)
+    with pytest.raises(RunError, match=FAULTS[fault]):
+        if fault != "a bucket lost":
+            rollout.write(buckets[1])
+        else:
+            rollout.finish_update()
+    assert held(rollout) == before  # nothing of the bad bucket was written
     assert rollout.version == 0
+    with pytest.raises(RunError, match=r"partly of version 0 and partly of 1: .* Sync again"):
+        rollout.generate([GREEDY])
+    update(actor, rollout, 2)
+    assert rollout.generate([GREEDY])[0].response == greedy(actor)
 
 
-def test_weights_of_another_model_are_refused_by_name(apart):
+def test_weights_of_another_model_are_refused_by_name_and_the_old_ones_stay(apart):
     actor, rollout = apart
-    old = checksum(rollout.loaded.model.named_parameters())
+    old, before = held(rollout), rollout.generate([GREEDY])
     model = actor.loaded.model
     model.extra = model.model.norm.weight
     del model.model.norm
     with pytest.raises(RunError, match=r"no parameter 'extra'"):
-        rollout.load_weights(1, *_flat(exported(actor)))
+        announced(actor, rollout, 1)
     del model.extra
     with pytest.raises(RunError, match=r"model\.norm\.weight"):
-        rollout.load_weights(1, *_flat(exported(actor)))
-    assert checksum(rollout.loaded.model.named_parameters()) == old
+        announced(actor, rollout, 1)
+    assert held(rollout) == old and rollout.generate([GREEDY]) == before
+    with pytest.raises(RunError, match="no update was begun"):
+        rollout.finish_update()
 
 
 def test_two_types_are_refused_with_the_way_out(tiny_path):
     actor, rollout = Actor(config(tiny_path, "bfloat16")), Rollout(config(tiny_path))
-    old = checksum(rollout.loaded.model.named_parameters())
+    old = held(rollout)
     with pytest.raises(UserError, match=r"torch\.bfloat16, the engine in torch\.float32 .*--model\.dtype"):
-        rollout.load_weights(1, *_flat(exported(actor)))
-    assert checksum(rollout.loaded.model.named_parameters()) == old
+        announced(actor, rollout, 1, limit=10_000)
+    assert held(rollout) == old
 
 
-def _flat(parts: tuple[str, list]) -> list:
-    return [parts[0], *parts[1]]
+def test_an_engine_that_holds_something_else_is_noticed(apart):
+    actor, rollout = apart
+    for bucket in announced(actor, rollout, 1):
+        rollout.write(bucket)
+    with torch.no_grad():
+        rollout.engine.model.get_parameter("model.norm.weight")[3] += 1
+    with pytest.raises(RunError, match=r"the engine's 'model\.norm\.weight' has digest \w+, the Actor sent \w+"):
+        rollout.finish_update()
+
+
+class Here:
+    """A handle to a role in this process. What is started runs when it is waited for, at the latest."""
+
+    def __init__(self, role: Any, log: list[str]):
+        self.role, self.log = role, log
+
+    def start(self, method: Any, *args: Any) -> "Here.Later":
+        return Here.Later(self, method, args)
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self.role, method)
+
+    class Later:
+        def __init__(self, handle: "Here", method: Any, args: tuple):
+            self.handle, self.method, self.args = handle, method, args
+            self.handle.log.append(f"start {getattr(method, '__name__', method)}")
+
+        def result(self) -> Any:
+            args = [arg.result() if isinstance(arg, Here.Later) else arg for arg in self.args]
+            if callable(self.method):
+                return self.method(self.handle.role, *args)
+            self.handle.log.append(f"{self.method} done")
+            return getattr(self.handle.role, self.method)(*args)
+
+
+def test_no_more_than_two_buckets_are_on_their_way(apart):
+    actor, rollout = apart
+    log: list[str] = []
+    moved = host.sync(Here(actor, log), Here(rollout, log), 3, limit=60_000)
+    assert log[:6] == ["start describe", *["start export", "start write"] * 2, "write done"]
+    for end in range(len(log)):
+        started, done = log[:end].count("start write"), log[:end].count("write done")
+        assert started - done <= host.IN_FLIGHT
+    assert log.count("write done") == log.count("start export") > 4
+    assert moved == {"sync/version": 3, "sync/bytes": sum(p.nbytes for p in actor.loaded.model.parameters())}
+    assert rollout.generate([GREEDY])[0].response == greedy(actor) and rollout.version == 3
 
 
 # Through Ray
@@ -255,6 +330,14 @@ def test_sync_between_two_processes_changes_what_is_generated(in_two_processes, 
         assert moved["sync/bytes"] == sum(p.nbytes for p in tiny.model.parameters())
         responses += [first, after]
     assert len({tuple(response) for response in responses}) == 3
+
+
+def test_sync_in_many_buckets_between_two_processes(in_two_processes):
+    in_two_processes.actor.start(shift, 8).result()
+    host.sync(in_two_processes.actor, in_two_processes.rollout, 4, limit=60_000)
+    after = in_two_processes.rollout.generate([GREEDY])[0]
+    assert after.response == in_two_processes.actor.start(greedy).result()
+    assert after.versions == [(0, len(after.response), 4)]
 
 
 def test_sync_in_one_process_moves_nothing(tiny_path, local_ray):

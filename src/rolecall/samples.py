@@ -55,7 +55,8 @@ class Sample:
     ``logprobs``: of each token under the distribution it was sampled from, as the engine computed it.
     ``response_mask``: 1 where the policy chose the token, 0 where a tool or the environment wrote it.
     ``versions``: spans ``(start, end, version)`` of response positions and the weight version that made them.
-    ``finish``: "stop" (end-of-sequence or stop string; the token that ended it is included) or "length".
+    ``finish``: "stop" (end-of-sequence or stop string; the token that ended it is included), "length", or "abort"
+    (called off; the tokens are those there were).
     """
 
     group_id: int

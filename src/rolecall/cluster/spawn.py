@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rolecall.cluster.handles import Future, Handle, Process
 from rolecall.cluster.worker import CLASSES, Worker
-from rolecall.config import Config
+from rolecall.config import SEPARATE_ENGINES, Config, Pool
 from rolecall.errors import UserError
 
 LOCAL_WAIT = 10.0  # seconds for room on a Ray of our own, where no machine will join
@@ -40,18 +40,15 @@ def spawn(config: Config) -> Iterator[Roles]:
         UserError: no Ray at the address, no room for the pools, or what a role refuses when it is built.
         RunError: a process died or hung while its roles were built.
     """
-    pools = {}
-    for name, pool in config.cluster.pools.items():
-        if roles := sorted(set(config.roles) & set(pool.roles), key=config.roles.index):
-            pools[name] = roles
+    pools = config.pools
     with _connected(config.cluster.address):
-        bundles = _bundles(config, pools, ray.cluster_resources().get("GPU", 0))
+        bundles = _bundles(config, ray.cluster_resources().get("GPU", 0))
         group = placement_group(list(bundles.values()), strategy=config.cluster.strategy)
         processes: list[Process] = []
         try:
             _wait_for_room(config, group, bundles)
-            alone = sum(roles != ["reward"] for roles in pools.values()) == 1
-            processes += [_start(config, group, index, alone, *pool) for index, pool in enumerate(pools.items())]
+            alone = sum(pool.roles != ["reward"] for pool in pools.values()) == 1
+            processes += [_start(group, index, alone, *pool) for index, pool in enumerate(pools.items())]
             yield _build(config, processes)
         finally:
             for process in processes:
@@ -83,19 +80,27 @@ def _connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _bundles(config: Config, pools: dict[str, list[str]], gpus: float) -> dict[str, dict[str, float]]:
-    """What each pool reserves. GPUs that are not configured: one for each pool with a model, the Actor's first."""
-    given = {name: config.cluster.pools[name].gpus for name in pools}
-    left = gpus - sum(share for share in given.values() if share is not None)
-    bundles = {}
-    for name in sorted(pools, key=lambda name: "actor" not in pools[name]):
-        share = given[name]
+def _bundles(config: Config, gpus: float) -> dict[str, dict[str, float]]:
+    """What each pool reserves. GPUs that are not configured: one for each pool with a model, the Actor's first.
+
+    An engine with weights of its own for which none is left shares the Actor's.
+    """
+    pools = config.pools
+    actor, rollout = (next(name for name in pools if role in pools[name].roles) for role in ("actor", "rollout"))
+    left = gpus - sum(pool.gpus for pool in pools.values() if pool.gpus is not None)
+    shares = {}
+    for name in sorted(pools, key=lambda name: name != actor):
+        share = pools[name].gpus
         if share is None:
-            share = 1.0 if left >= 1 and pools[name] != ["reward"] else 0.0
+            share = 1.0 if left >= 1 and pools[name].roles != ["reward"] else 0.0
             left -= share
-        # One byte of memory, because Ray refuses a bundle of nothing.
-        bundles[name] = {"GPU": share, "CPU": config.cluster.pools[name].cpus, "memory": 1.0}
-    return {name: {kind: amount for kind, amount in bundles[name].items() if amount} for name in pools}
+        shares[name] = share
+    unset = pools[actor].gpus is None and pools[rollout].gpus is None
+    if config.rollout.engine in SEPARATE_ENGINES and unset and shares[rollout] == 0:
+        shares[actor] = shares[rollout] = shares[actor] / 2
+    # One byte of memory, because Ray refuses a bundle of nothing.
+    bundles = {name: {"GPU": shares[name], "CPU": pool.cpus, "memory": 1.0} for name, pool in pools.items()}
+    return {name: {kind: amount for kind, amount in bundle.items() if amount} for name, bundle in bundles.items()}
 
 
 def _wait_for_room(config: Config, group: PlacementGroup, bundles: dict[str, dict[str, float]]) -> None:
@@ -117,12 +122,12 @@ def _amounts(resources: dict[str, float]) -> str:
     return ", ".join(f"{resources.get(kind, 0):g} {kind}s" for kind in ("GPU", "CPU"))
 
 
-def _start(config: Config, group: PlacementGroup, index: int, alone: bool, name: str, roles: list[str]) -> Process:
+def _start(group: PlacementGroup, index: int, alone: bool, name: str, pool: Pool) -> Process:
     bundle = group.bundle_specs[index]
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     remote: Any = ray.remote(num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), scheduling_strategy=place)
     driver = os.getcwd(), [os.getcwd(), *filter(None, sys.path)]
-    return Process(name, roles, remote(Worker).remote(name, config.cluster.pools[name].threads, alone, driver))
+    return Process(name, list(pool.roles), remote(Worker).remote(name, pool.threads, alone, driver))
 
 
 def _build(config: Config, processes: list[Process]) -> Roles:

@@ -3,15 +3,32 @@
 import warnings
 from collections.abc import Callable
 
+from rolecall import models
+from rolecall.config import SEPARATE_ENGINES, Config
 from rolecall.engines.base import Engine
 from rolecall.engines.native.engine import NativeEngine
 from rolecall.engines.transformers import TransformersEngine
 from rolecall.errors import UserError, nearest
 from rolecall.models import Loaded
 
-__all__ = ["Engine", "create"]
+__all__ = ["Engine", "create", "launch"]
 
 ENGINES: dict[str, Callable[[Loaded, int], Engine]] = {"native": NativeEngine, "transformers": TransformersEngine}
+
+
+def launch(config: Config, loaded: Loaded | None = None) -> Engine:
+    """The configured engine: on the model in ``loaded`` if it can share one, else with a model of its own.
+
+    Raises:
+        UserError: no engine of that name, not installed, or a model that it cannot take.
+    """
+    rollout = config.rollout
+    if rollout.engine in SEPARATE_ENGINES:
+        from rolecall.engines.vllm import VLLMEngine
+
+        return VLLMEngine(config)
+    loaded = loaded or models.load(config.model, models.device())
+    return create(rollout.engine, loaded, rollout.max_sequences)
 
 
 def create(name: str, loaded: Loaded, max_sequences: int) -> Engine:
@@ -23,7 +40,8 @@ def create(name: str, loaded: Loaded, max_sequences: int) -> Engine:
         UserError: no engine of that name.
     """
     if name not in ENGINES:
-        raise UserError(f"rollout.engine: there is no engine {name!r}.{nearest(name, ENGINES)}")
+        known = nearest(name, [*ENGINES, *SEPARATE_ENGINES])
+        raise UserError(f"rollout.engine: there is no engine {name!r}.{known}")
     if name == "native" and loaded.why is not None:
         warnings.warn(f"Generating with transformers' generate, not the native engine: {loaded.why}", stacklevel=2)
         name = "transformers"

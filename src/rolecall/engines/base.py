@@ -1,17 +1,21 @@
 """What every rollout engine answers to."""
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from rolecall.samples import Request, Sample
+from rolecall.sync.buckets import Entry
 
 
 class Engine(Protocol):
     """Generates from its current weights.
 
     ``version`` counts weight syncs (0: the weights it started with) and is written into every sample.
+
+    New weights come as ``start_update``, any number of ``write``, ``finish_update``. In between the engine's weights
+    are neither the old nor the new ones; the Rollout does not let it generate then.
     """
 
     version: int
@@ -25,8 +29,8 @@ class Engine(Protocol):
         """
         ...
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Write every parameter (Hugging Face names) and return the checksum of what is now in place.
+    def start_update(self, entries: list[Entry]) -> None:
+        """Compare what will be sent (Hugging Face names) with the engine's model. An update that was begun is given up.
 
         A tied parameter goes by any of its names, once or several times with equal values.
 
@@ -34,4 +38,24 @@ class Engine(Protocol):
             UserError: the weights have another type than the engine's.
             RunError: an unknown or missing name, a wrong shape, or two values for one parameter.
         """
+        ...
+
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Write some of the announced weights, from any device. An engine may read them until ``finish_update``."""
+        ...
+
+    def finish_update(self, version: int) -> None:
+        """All have been written: generate from them, as ``version``, and from nothing computed with older ones.
+
+        Raises:
+            RunError: the engine does not hold each of them.
+        """
+        ...
+
+    def sleep(self, level: Literal[1, 2]) -> None:
+        """Free the GPU's memory between generating and the next sync. 1 keeps the weights on the host, 2 drops them."""
+        ...
+
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Take the memory for the weights back, or for the cache. Awake, it does nothing."""
         ...

@@ -1,19 +1,19 @@
-"""What the engines share that work on the parameters of a model in this process."""
+"""New weights for an engine: what is refused, and how they get into a model in this process."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rolecall.engines.sequence import Endings
 from rolecall.errors import RunError, UserError
 from rolecall.models import Loaded
-from rolecall.sync import checksum
+from rolecall.sync.buckets import Entry, digest
 
 
 class LocalEngine:
-    """The model, what ends its responses, and new weights into it."""
+    """What the engines share that work on the parameters of a model in this process."""
 
     def __init__(self, loaded: Loaded, max_sequences: int):
         self.model: Any = loaded.model
@@ -22,37 +22,60 @@ class LocalEngine:
         self.version = 0
         self.endings = Endings(loaded.model, loaded.tokenizer)
 
+    def start_update(self, entries: list[Entry]) -> None:
+        """See ``Engine.start_update``."""
+        check_entries(self.model, entries)
+        self._entries = entries
+
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """See ``Engine.load_weights``."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        given: dict[int, tuple[str, Tensor]] = {}
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See ``Engine.write``."""
         for name, tensor in weights:
-            parameter = parameters.get(name)
-            if parameter is None:
-                raise RunError(f"Weight sync: the engine's model has no parameter {name!r}; nothing was written.")
-            if parameter.shape != tensor.shape:
+            self.model.get_parameter(name).copy_(tensor)
+
+    def finish_update(self, version: int) -> None:
+        """See ``Engine.finish_update``. Reads every parameter back."""
+        for entry in self._entries:
+            if (found := digest(self.model.get_parameter(entry.name))) != entry.digest:
                 raise RunError(
-                    f"Weight sync: {name!r} has shape {tuple(tensor.shape)}, the engine's parameter "
-                    f"{tuple(parameter.shape)}; nothing was written."
+                    f"Weight sync: the engine's {entry.name!r} has digest {found}, the Actor sent {entry.digest}."
                 )
-            if parameter.dtype != tensor.dtype:
-                raise UserError(
-                    f"The Actor computes in {tensor.dtype}, the engine in {parameter.dtype} ({name}), because one has "
-                    "a GPU and the other has none. Set --model.dtype, or give both pools gpus."
-                )
-            other, value = given.setdefault(id(parameter), (name, tensor))
-            if value is not tensor and not torch.equal(value, tensor):
-                raise RunError(
-                    f"Weight sync: {other!r} and {name!r} are one parameter here, but differ; nothing was written."
-                )
-        own = dict(self.model.named_parameters())
-        if missing := [name for name, parameter in own.items() if id(parameter) not in given]:
-            raise RunError(
-                f"Weight sync: {len(missing)} of {len(own)} parameters were not sent ({', '.join(missing[:3])}, ...); "
-                "nothing was written."
-            )
-        for parameter in own.values():
-            parameter.copy_(given[id(parameter)][1])
         self.version = version
-        return checksum(own.items())
+
+    def sleep(self, level: Literal[1, 2]) -> None:
+        """See ``Engine.sleep``: nothing is freed, the Actor may work on these very weights."""
+
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """See ``Engine.wake``."""
+
+
+def check_entries(model: nn.Module, entries: list[Entry]) -> None:
+    """``Engine.start_update`` against a model of the engine's architecture, with weights or without (device "meta")."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    given: dict[int, Entry] = {}
+    for entry in entries:
+        name = entry.name
+        parameter = parameters.get(name)
+        if parameter is None:
+            raise RunError(f"Weight sync: the engine's model has no parameter {name!r}; nothing was written.")
+        if parameter.shape != entry.shape:
+            raise RunError(
+                f"Weight sync: {name!r} has shape {entry.shape}, the engine's parameter "
+                f"{tuple(parameter.shape)}; nothing was written."
+            )
+        if parameter.dtype != entry.dtype:
+            raise UserError(
+                f"The Actor computes in {entry.dtype}, the engine in {parameter.dtype} ({name}), because one has a "
+                "GPU and the other has none. Set --model.dtype, or give both pools gpus."
+            )
+        other = given.setdefault(id(parameter), entry)
+        if other.digest != entry.digest:
+            raise RunError(
+                f"Weight sync: {other.name!r} and {name!r} are one parameter here, but differ; nothing was written."
+            )
+    own = dict(model.named_parameters())
+    if missing := [name for name, parameter in own.items() if id(parameter) not in given]:
+        raise RunError(
+            f"Weight sync: {len(missing)} of {len(own)} parameters were not sent ({', '.join(missing[:3])}, ...); "
+            "nothing was written."
+        )

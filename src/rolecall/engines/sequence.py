@@ -1,4 +1,4 @@
-"""One response while it is being generated, and when it ends. Shared by the engines that run in this process."""
+"""One response while it is being generated, and when it ends. Shared by all engines."""
 
 from __future__ import annotations
 
@@ -60,22 +60,27 @@ class Endings:
 
 @dataclass(slots=True)
 class Sequence:
-    """``limit``: most response tokens. ``finish``: empty while it runs."""
+    """``limit``: most response tokens. ``finish``: empty while it runs. ``versions``: as in a Sample."""
 
     request: Request
     index: int
     limit: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int, int]] = field(default_factory=list)
     finish: str = ""
 
-    def append(self, token: int, logprob: float, endings: Endings) -> None:
-        """Take the sampled token and see whether it was the last."""
+    def append(self, token: int, logprob: float, endings: Endings, version: int) -> None:
+        """Take the token that the weights ``version`` have sampled, and see whether it was the last."""
         if logprob != logprob:
             raise RunError(
                 f"The model gives NaN log-probabilities for prompt {self.request.prompt_id!r}, response token "
                 f"{len(self.tokens)}: its weights or activations have overflowed."
             )
+        start = size = len(self.tokens)
+        if self.versions and self.versions[-1][2] == version:
+            start, _, _ = self.versions.pop()
+        self.versions.append((start, size + 1, version))
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if endings.stops(self):
@@ -83,8 +88,8 @@ class Sequence:
         elif len(self.tokens) == self.limit:
             self.finish = "length"
 
-    def sample(self, tokenizer: Any, version: int) -> Sample:
-        request, size = self.request, len(self.tokens)
+    def sample(self, tokenizer: Any) -> Sample:
+        request = self.request
         return Sample(
             group_id=request.group_id,
             index=self.index,
@@ -92,8 +97,8 @@ class Sequence:
             prompt=request.prompt,
             response=self.tokens,
             logprobs=self.logprobs,
-            response_mask=[1] * size,
-            versions=[(0, size, version)],
+            response_mask=[1] * len(self.tokens),
+            versions=self.versions,
             finish=self.finish,
             text=tokenizer.decode(self.tokens, skip_special_tokens=True),
         )

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from rolecall.engines.local import LocalEngine
 from rolecall.engines.native.sampling import Batch, draw
-from rolecall.engines.sequence import Endings, Sequence
+from rolecall.engines.sequence import Sequence
 from rolecall.samples import Request, Sample
 
 
@@ -27,14 +27,14 @@ class TransformersEngine(LocalEngine):
         sequences = self.endings.open(requests)
         for start in range(0, len(sequences), self.max_sequences):
             self._run(sequences[start : start + self.max_sequences])
-        return [sequence.sample(self.tokenizer, self.version) for sequence in sequences]
+        return [sequence.sample(self.tokenizer) for sequence in sequences]
 
     def _run(self, rows: list[Sequence]) -> None:
         width = max(len(row.request.prompt) for row in rows)
         padding = [width - len(row.request.prompt) for row in rows]
         tokens = [[0] * pad + row.request.prompt for pad, row in zip(padding, rows, strict=True)]
         mask = [[0] * pad + [1] * (width - pad) for pad in padding]
-        sampler = _Sampler(rows, self.endings, self.model.device)
+        sampler = _Sampler(rows, self)
         settings = GenerationConfig(do_sample=False, max_new_tokens=max(row.limit for row in rows), pad_token_id=0)
         with _no_generation_defaults(self.model):
             self.model.generate(
@@ -49,16 +49,16 @@ class TransformersEngine(LocalEngine):
 class _Sampler(LogitsProcessor):
     """Draws each row's token and leaves generate no other choice."""
 
-    def __init__(self, rows: list[Sequence], endings: Endings, device: torch.device):
-        self.rows, self.endings = rows, endings
-        self.batch = Batch(rows, device)
+    def __init__(self, rows: list[Sequence], engine: TransformersEngine):
+        self.rows, self.endings, self.version = rows, engine.endings, engine.version
+        self.batch = Batch(rows, engine.model.device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         tokens, logprobs = draw(scores, self.batch, self.endings.tokens)
         self.batch.advance(tokens)
         for row, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if not row.finish:
-                row.append(token, logprob, self.endings)
+                row.append(token, logprob, self.endings, self.version)
         return torch.full_like(scores, -torch.inf).scatter_(-1, tokens[:, None], 0.0)
 
 

@@ -17,6 +17,8 @@ def take_step(context: Context, sampler: Sampler, step: int) -> tuple[list[Group
     clock = StageClock()
     groups, samples, metrics = _roll_out(context, sampler, clock, first=step == 1)
     with clock("reference"):
+        if context.config.rollout.sleep:
+            context.roles.rollout.sleep()  # until the sync wakes it
         metrics |= stages.reference(context, samples)
     with clock("advantages"):
         stages.advantages(context, samples)

@@ -1,5 +1,6 @@
 """From a name in the configuration to a model on its device, or one clear message why not."""
 
+import contextlib
 import importlib
 import os
 import re
@@ -14,7 +15,7 @@ import torch
 from filelock import FileLock
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from rolecall import config as configuration
@@ -114,6 +115,22 @@ def load(config: configuration.Model, device: torch.device | str) -> Loaded:
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
     return Loaded(model, tokenizer, why_unsupported(model))
+
+
+def outline(config: configuration.Model, device: torch.device | str) -> nn.Module:
+    """The model as ``load`` would give it, without weights (on "meta"): names, shapes, type, ties, settings.
+
+    Raises:
+        UserError: the model cannot be had or is no causal language model.
+    """
+    architecture = _pretrained(AutoConfig, config.path)
+    _check_causal(architecture, config.path)
+    dtype = _dtype(config.dtype, torch.device(device), count_parameters(architecture))
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
+    with contextlib.suppress(OSError):  # a folder without one: transformers takes the architecture's then, too
+        model.generation_config = GenerationConfig.from_pretrained(resolve(config.path))
+    return model.eval()
 
 
 def load_tokenizer(config: configuration.Model) -> Any:

@@ -1,13 +1,13 @@
 """The Rollout: an engine, and how new weights come into it."""
 
-from typing import Any
+from typing import Any, Literal
 
-from rolecall import engines, models
+from rolecall import engines
 from rolecall.config import Config
 from rolecall.errors import RunError
 from rolecall.roles.actor import Actor
 from rolecall.samples import Request, Sample
-from rolecall.sync.buckets import Bucket, checksum
+from rolecall.sync.buckets import Bucket, Entry, digest
 from rolecall.sync.shared import check_same_storage
 
 
@@ -17,13 +17,14 @@ class Rollout:
     Args:
         config: the run's.
         actor: of the same process, if any: the engine then works on its very parameters, and the Actor's updates are
-            the engine's. Without one it loads the model itself and waits for weights to be sent.
+            the engine's. Without one the engine loads the model itself and waits for weights to be sent.
     """
 
     def __init__(self, config: Config, actor: Actor | None = None):
-        self.actor = actor
-        self.loaded = actor.loaded if actor else models.load(config.model, models.device())
-        self.engine: Any = engines.create(config.rollout.engine, self.loaded, config.rollout.max_sequences)
+        self.config, self.actor = config, actor
+        self.engine: Any = engines.launch(config, actor.loaded if actor else None)
+        self._awaited: dict[str, Entry] = {}  # tensors of an update that have not arrived
+        self._unfinished: int | None = None  # the version of an update that was begun
 
     @property
     def version(self) -> int:
@@ -31,8 +32,25 @@ class Rollout:
         return self.engine.version
 
     def generate(self, requests: list[Request]) -> list[Sample]:
-        """See ``Engine.generate``."""
+        """See ``Engine.generate``.
+
+        Raises:
+            RunError: the last update of the weights was begun and not finished, so that they are of two versions.
+        """
+        if self._unfinished is not None:
+            raise RunError(
+                f"The engine's weights are partly of version {self.version} and partly of {self._unfinished}: a weight "
+                "sync failed half-way. Sync again before generating."
+            )
         return self.engine.generate(requests)
+
+    def sleep(self) -> None:
+        """Free memory for training as ``rollout.sleep`` says, until ``wake``."""
+        self.engine.sleep(self.config.rollout.sleep)
+
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """See ``Engine.wake``."""
+        self.engine.wake(part)
 
     def share_weights(self, version: int) -> None:
         """The Actor in this process has been updated: its parameters are ``version`` now.
@@ -45,22 +63,45 @@ class Rollout:
         check_same_storage(self.actor.loaded.model, self.engine.model)
         self.engine.version = version
 
-    def load_weights(self, version: int, sent: str, *buckets: Bucket) -> None:
-        """Take the Actor's weights, all or none, as ``version``.
-
-        Args:
-            sent: checksum of the weights in the Actor's process.
-            buckets: all of them.
+    def start_update(self, entries: list[Entry], version: int) -> None:
+        """Announce all weights of ``version``, each once; ``write`` brings them, ``finish_update`` puts them to use.
 
         Raises:
-            RunError: what arrived is not what was sent, or what the engine holds afterwards is something else.
-            UserError, RunError: the engine refuses the weights; nothing is written then.
+            UserError, RunError: see ``Engine.start_update``; the engine keeps what it has.
         """
-        weights = [pair for bucket in buckets for pair in bucket.tensors()]
-        if (arrived := checksum(weights)) != sent:
+        self.engine.start_update(entries)
+        self._awaited = {entry.name: entry for entry in entries}
+        self._unfinished = version
+
+    def write(self, bucket: Bucket) -> None:
+        """Take one bucket; nothing of it is written unless all of it is what the Actor announced.
+
+        Raises:
+            RunError: a tensor has changed on the way, came before, or was never announced.
+        """
+        weights = list(bucket.tensors())
+        for name, tensor in weights:
+            if (entry := self._awaited.pop(name, None)) is None:
+                raise RunError(f"Weight sync: {name!r} came twice, or unannounced; version {self._unfinished} fails.")
+            if (arrived := digest(tensor)) != entry.digest:
+                raise RunError(
+                    f"Weight sync: {name!r} arrived with digest {arrived}, the Actor sent {entry.digest}; version "
+                    f"{self._unfinished} fails."
+                )
+        self.engine.write(weights)
+
+    def finish_update(self) -> None:
+        """All buckets are there: the engine generates from the new weights.
+
+        Raises:
+            RunError: some are missing, or the engine holds something else than was sent.
+        """
+        if self._unfinished is None:
+            raise RunError("Weight sync: no update was begun.")
+        if self._awaited:
             raise RunError(
-                f"Weight sync: {len(weights)} tensors arrived with checksum {arrived}, the Actor sent {sent}; "
-                f"the engine keeps version {self.version}."
+                f"Weight sync: {len(self._awaited)} tensors never arrived ({', '.join(list(self._awaited)[:3])}, ...); "
+                f"version {self._unfinished} fails."
             )
-        if (loaded := self.engine.load_weights(weights, version)) != sent:
-            raise RunError(f"Weight sync: the engine holds weights with checksum {loaded}, the Actor sent {sent}.")
+        self.engine.finish_update(self._unfinished)
+        self._unfinished = None

@@ -24,7 +24,14 @@ def sync(roles: Roles, version: int) -> dict[str, float]:
         ``sync/version`` and ``sync/bytes`` (moved; 0 where the weights are shared).
 
     Raises:
-        RunError: the engine would not have the Actor's weights, every parameter exactly. It keeps the old ones then.
+        RunError: the engine does not have the Actor's weights, every parameter exactly. It keeps the old ones, or if
+            some were overwritten already, it refuses to generate until a sync has gone through.
     """
-    transport = shared if roles.actor.process is roles.rollout.process else host
-    return {"sync/bytes": transport.sync(roles.actor, roles.rollout, version), "sync/version": version}
+    if roles.actor.process is roles.rollout.process:
+        moved = shared.sync(roles.actor, roles.rollout, version)
+    else:
+        # An engine that has slept on the Actor's GPU takes memory back in this order, so that weights find room first.
+        roles.rollout.wake("weights")
+        moved = host.sync(roles.actor, roles.rollout, version)
+        roles.rollout.wake("kv_cache")
+    return {"sync/bytes": moved, "sync/version": version}

@@ -16,12 +16,13 @@ Weights = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies in its bucket; ``offset`` in bytes."""
+    """One tensor: where it lies in its bucket (``offset`` in bytes), and its ``digest`` as the sender computed it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
+    digest: str
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +55,7 @@ def plan(weights: Weights, limit: int = BUCKET_BYTES) -> list[tuple[Entry, ...]]
         if not buckets or start + tensor.nbytes > limit:
             buckets.append([])
             start = 0
-        buckets[-1].append(Entry(name, tuple(tensor.shape), tensor.dtype, start))
+        buckets[-1].append(Entry(name, tuple(tensor.shape), tensor.dtype, start, digest(tensor)))
         end = start + tensor.nbytes
     return [tuple(bucket) for bucket in buckets]
 
@@ -69,18 +70,20 @@ def pack(weights: dict[str, Tensor], entries: tuple[Entry, ...]) -> Bucket:
     return bucket
 
 
-@torch.no_grad()
 def checksum(weights: Weights) -> str:
-    """A digest of every bit of the weights, with names, shapes and dtypes: the same on every device, in every order.
+    """The digests of all weights and their names in one: the same on every device, in every order."""
+    lines = sorted(f"{name} {digest(value)}" for name, value in weights)
+    return hashlib.blake2b("\n".join(lines).encode()).hexdigest()[:32]
 
-    Each tensor, read as a table of 64-bit words, is summed by row and by column (modulo 2^64, so in any order), and
+
+@torch.no_grad()
+def digest(value: Tensor) -> str:
+    """A digest of every bit of a tensor, with its shape and dtype: the same on every device.
+
+    The tensor, read as a table of 64-bit words, is summed by row and by column (modulo 2^64, so in any order), and
     the sums are hashed: one changed word changes both kinds, two swapped words at least one. It reads memory at 6 GB/s
     on one CPU core, three to six times as fast as hashing all of it.
     """
-    return hashlib.blake2b("".join(sorted(_digest(name, value) for name, value in weights)).encode()).hexdigest()[:32]
-
-
-def _digest(name: str, value: Tensor) -> str:
     raw = value.detach().contiguous().view(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
         raw = raw.clone()
@@ -88,7 +91,7 @@ def _digest(name: str, value: Tensor) -> str:
     whole = len(raw) // (8 * columns) * (8 * columns)
     table = raw[:whole].view(torch.int64).view(-1, columns)
     parts = (table.sum(0), table.sum(1), raw[whole:])
-    digest = hashlib.blake2b(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+    hashed = hashlib.blake2b(f"{tuple(value.shape)} {value.dtype}".encode(), digest_size=16)
     for part in parts:
-        digest.update(part.cpu().numpy().data)
-    return digest.hexdigest()
+        hashed.update(part.cpu().numpy().data)
+    return hashed.hexdigest()

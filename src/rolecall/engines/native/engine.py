@@ -53,7 +53,7 @@ class NativeEngine(LocalEngine):
             if any(sequence.finish for sequence in rows):
                 self._drop_finished(rows)
                 batch = None
-        return [sequence.sample(self.tokenizer, self.version) for sequence in sequences]
+        return [sequence.sample(self.tokenizer) for sequence in sequences]
 
     def _parts(self, sequences: list[Sequence]) -> list[list[Sequence]]:
         """What enters together: a group, or as much of it as there are slots."""
@@ -101,7 +101,7 @@ class NativeEngine(LocalEngine):
         batch.advance(tokens)
         both = torch.stack([tokens.double(), logprobs.double()])  # one transfer; both are exact in float64
         for row, token, logprob in zip(rows, *both.tolist(), strict=True):
-            row.append(int(token), logprob, self.endings)
+            row.append(int(token), logprob, self.endings, self.version)
 
     def _drop_finished(self, rows: list[Sequence]) -> None:
         """Keep the rows compact: the last ones that run take the slots of those that have finished."""

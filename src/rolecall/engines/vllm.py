@@ -1,0 +1,280 @@
+"""vLLM as the rollout engine: paged attention and a prefix cache, on weights of its own.
+
+vLLM runs in this process and is stepped from here, not as a server of its own: the Rollout has a process to itself
+already, weights need no further hop, and between two steps is the moment at which generation can be paused, called
+off, or go on from other weights.
+"""
+
+import importlib.util
+import itertools
+import os
+import threading
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rolecall import models
+from rolecall.config import Config
+from rolecall.engines.local import check_entries
+from rolecall.engines.sequence import Endings, Sequence
+from rolecall.errors import RunError, UserError
+from rolecall.models.load import free_memory
+from rolecall.samples import Request, Sample
+from rolecall.sync.buckets import Entry
+
+INSTALL = "pip install 'rolecall[vllm]'; on a machine without a GPU see docs/engines.md"
+PREFILL_TOKENS = 4096  # prompt tokens in one forward pass on a CPU (a longer prompt goes alone)
+BLOCK = 128  # tokens in vLLM's largest default block of the cache
+
+
+class VLLMEngine:
+    """Generates through vLLM's ``LLMEngine``.
+
+    Tokens go in and tokens come out. Log-probabilities are those of the distribution that was sampled from. What ends
+    a response is decided by the same code as in the other engines. Calls may come from several threads.
+    """
+
+    def __init__(self, config: Config):
+        if importlib.util.find_spec("vllm") is None:
+            raise UserError(f"rollout.engine = 'vllm': vLLM is not installed. Install it: {INSTALL}.")
+        self.device = models.device()
+        self.outline: Any = models.outline(config.model, self.device)
+        self.tokenizer = models.load_tokenizer(config.model)
+        self.version = 0
+        self.endings = Endings(self.outline, self.tokenizer)
+        longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+        self.endings.context = min(longest, self.endings.context or longest)
+        self.llm = _start(config, self.outline, self.device, self.endings.context)
+        self._names = _names_of_one(self.outline)
+        self._running: dict[str, Sequence] = {}
+        self._ids = itertools.count()
+        self._lock, self._next = threading.Lock(), threading.Lock()  # held while vLLM is called; while waiting for it
+        self._unpaused = threading.Event()
+        self._unpaused.set()
+
+    def generate(self, requests: list[Request]) -> list[Sample]:
+        """See ``Engine.generate``.
+
+        Raises:
+            RunError: it sleeps.
+        """
+        sequences = self.endings.open(requests)
+        own: list[str] = []
+        try:
+            with self._turn():
+                if self.llm.is_sleeping():
+                    raise RunError(
+                        "vLLM sleeps (rollout.sleep) until a weight sync wakes it: nothing can be generated."
+                    )
+                own += [self._add(sequence) for sequence in sequences]
+            while not all(sequence.finish for sequence in sequences):
+                self._unpaused.wait()
+                with self._turn():
+                    if self._unpaused.is_set():
+                        self._step()
+        finally:
+            with self._turn():
+                self._drop([name for name in own if name in self._running])
+        return [sequence.sample(self.tokenizer) for sequence in sequences]
+
+    def pause(self) -> None:
+        """Finish the step that is being computed and begin no other until ``resume``: responses stay as they are."""
+        self._unpaused.clear()
+        with self._turn():
+            pass
+
+    def resume(self) -> None:
+        """Go on where ``pause`` stopped, from the weights that there are now."""
+        self._unpaused.set()
+
+    def abort(self, group_ids: Collection[int]) -> None:
+        """Call off the responses of these groups that are being generated: they finish as they are ("abort")."""
+        with self._turn():
+            names = [name for name, sequence in self._running.items() if sequence.request.group_id in group_ids]
+            for name in names:
+                self._running[name].finish = "abort"
+            self._drop(names)
+
+    def start_update(self, entries: list[Entry]) -> None:
+        """See ``Engine.start_update``. Responses under way must be paused, or be generated to their end."""
+        check_entries(self.outline, entries)
+        with self._turn():
+            if self._running and self._unpaused.is_set():
+                raise RunError(f"Weight sync: {len(self._running)} responses are being generated; pause the engine.")
+            self.llm.collective_rpc("begin_weights")
+
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See ``Engine.write``."""
+        named = [(name, value) for sent, value in weights for name in self._names[sent]]
+        with self._turn():
+            self.llm.collective_rpc("write_weights", args=(named,))
+
+    def finish_update(self, version: int) -> None:
+        """See ``Engine.finish_update``. Paused responses go on from the new weights, their past computed anew."""
+        with self._turn():
+            self.llm.collective_rpc("end_weights")
+            self.llm.reset_prefix_cache(reset_running_requests=True)
+            self.version = version
+
+    def sleep(self, level: Literal[1, 2]) -> None:
+        """See ``Engine.sleep``. On a CPU vLLM frees nothing."""
+        with self._turn():
+            if not self.llm.is_sleeping():
+                self.llm.sleep(level)
+
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """See ``Engine.wake``."""
+        with self._turn():
+            if self.llm.is_sleeping():
+                self.llm.wake_up([part])
+
+    def close(self) -> None:
+        """End vLLM in this process."""
+        self.llm.engine_core.shutdown()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Alone with vLLM. Who steps it in a loop gets back in line, so that the others' turn comes after one step."""
+        with self._next:
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _add(self, sequence: Sequence) -> str:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = sequence.request.sampling
+        params = SamplingParams(
+            max_tokens=sequence.limit,
+            min_tokens=min(sampling.min_tokens, sequence.limit),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sequence.request.sample_seed(sequence.index),
+            stop_token_ids=self.endings.tokens,
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        name = str(next(self._ids))
+        self.llm.add_request(name, {"prompt_token_ids": sequence.request.prompt}, params)
+        self._running[name] = sequence
+        return name
+
+    def _step(self) -> None:
+        """One step of everything that runs, whoever asked for it."""
+        ended_here = []  # by a stop string, which vLLM knows nothing of
+        for output in self.llm.step():
+            sequence = self._running.get(output.request_id)
+            if sequence is None:  # dropped since
+                continue
+            (completion,) = output.outputs
+            for token, logprobs in zip(completion.token_ids, completion.logprobs, strict=True):
+                sequence.append(token, logprobs[token].logprob, self.endings, self.version)
+            if output.finished and not sequence.finish:
+                raise RunError(
+                    f"vLLM ended a response to prompt {sequence.request.prompt_id!r} after {len(sequence.tokens)} of "
+                    f"{sequence.limit} tokens ({completion.finish_reason})."
+                )
+            if output.finished:
+                del self._running[output.request_id]
+            elif sequence.finish:
+                ended_here.append(output.request_id)
+        self._drop(ended_here)
+
+    def _drop(self, names: list[str]) -> None:
+        if names:
+            self.llm.abort_request(names)
+            for name in names:
+                del self._running[name]
+
+
+def _start(config: Config, outline: Any, device: torch.device, longest: int) -> Any:
+    """A vLLM engine on the model's own weights."""
+    rollout, on_cpu = config.rollout, device.type == "cpu"
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if on_cpu:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # how many threads is the pool's to say
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # it would compile for seconds, and needs a C++ compiler
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if on_cpu:
+        _check_head_size(config.model.path, _head_size(outline))
+    dtype: Any = str(outline.dtype).removeprefix("torch.")
+    try:
+        arguments = EngineArgs(
+            model=models.resolve(config.model.path),
+            dtype=dtype,
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # not the sampling defaults that the model ships
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
+            max_model_len=longest,
+            max_num_seqs=rollout.max_sequences,
+            kv_cache_memory_bytes=_cache_bytes(outline, longest, rollout.max_sequences, device),
+            enable_prefix_caching=True,
+            # A prompt in parts takes back the draws of all parts but the last, which torch cannot on a CPU.
+            enable_chunked_prefill=not on_cpu,
+            max_num_batched_tokens=max(longest, PREFILL_TOKENS) if on_cpu else None,
+            enable_sleep_mode=rollout.sleep > 0 and not on_cpu,
+            enforce_eager=on_cpu,
+            worker_extension_cls="rolecall.engines.vllm_worker.WeightReceiver",
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            seed=config.run.seed,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # about vLLM's own code
+            return LLMEngine.from_engine_args(arguments)
+    except (ValueError, NotImplementedError) as error:
+        why = " ".join(str(error).split())
+        raise UserError(f"rollout.engine: vLLM does not take the model {config.model.path!r}: {why:.300}") from error
+
+
+def _cache_bytes(outline: Any, longest: int, sequences: int, device: torch.device) -> int:
+    """Room for keys and values of ``sequences`` of the greatest length, within half of the memory that is free.
+
+    With less than that for all, vLLM lets some wait.
+
+    Raises:
+        UserError: there is no room for one.
+    """
+    shape = outline.config.get_text_config()
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    block = 2 * shape.num_hidden_layers * heads * _head_size(outline) * outline.dtype.itemsize * BLOCK
+    one, spare = -(-longest // BLOCK) * block, block  # vLLM keeps a block for itself
+    models.check_memory(one + spare, f"a response of {longest} tokens (with its prompt) in vLLM's cache", device)
+    return max(one + spare, min(one * sequences + spare, free_memory(device) // 2))
+
+
+def _check_head_size(path: str, size: int) -> None:
+    """vLLM starts on a CPU with any size, and fails at its first step."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if size not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
+        raise UserError(
+            f"rollout.engine: vLLM on a CPU does not take the model {path!r}: its attention heads have size {size}, "
+            f"not one of {sizes}. Use --rollout.engine native."
+        )
+
+
+def _head_size(outline: Any) -> int:
+    shape = outline.config.get_text_config()
+    return getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+
+
+def _names_of_one(outline: Any) -> dict[str, list[str]]:
+    """Each parameter's name -> all names of it. vLLM keeps tied ones apart while it loads."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in outline.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: group for group in names.values() for name in group}

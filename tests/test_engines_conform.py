@@ -1,0 +1,481 @@
+"""One suite for every engine, behind the Rollout as a run uses it: the same requests, against plain forward passes."""
+
+import importlib.util
+import os
+import random
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from forward import plain, sampled_logprobs
+from rolecall import models
+from rolecall.config import Config
+from rolecall.errors import RunError, UserError
+from rolecall.models.tiny import VOCABULARY, make
+from rolecall.roles.rollout import Rollout
+from rolecall.samples import Request, Sample, Sampling
+from rolecall.sync.buckets import pack, plan
+
+ENGINES = ["native", "transformers", "vllm"]
+CONTEXT, MOST = 256, 24  # tokens; sequences at once
+MOST_OFF = 5e-5  # of a log-probability, in float32; measured: 1e-5 at most, 1e-6 on average
+ENDS = [1, 15]  # the tokenizer's, and one that only the generation config names
+PROMPTS = [[2, 3, 7, 11, 4], [9], [2, 3, 7, 8, 8, 12, 6, 6, 10, 4], [2, 3, 6, 4]]
+LONG = Sampling(max_tokens=24, min_tokens=24)
+GREEDY = Sampling(max_tokens=24, temperature=0)
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with biases and tied embeddings, whose distributions are far from flat and depend on the context."""
+    folder = make(tmp_path_factory.mktemp("conform") / "model")  # for its tokenizer
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(VOCABULARY),
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=CONTEXT,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            bos_token_id=2,
+            eos_token_id=1,
+        )
+    )
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+    model.generation_config = GenerationConfig(
+        do_sample=True, bos_token_id=2, eos_token_id=ENDS, repetition_penalty=3.0, top_k=2
+    )
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def first(model: Any) -> Weights:
+    """The weights that every engine starts with, and has again after each test."""
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def config(folder: Path, engine: str, **model: Any) -> Config:
+    return Config(
+        model={"path": str(folder), "dtype": "float32"} | model,
+        rollout={"engine": engine, "max_sequences": MOST, "sleep": 1 if engine == "vllm" else 0},
+    )
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def started(request: pytest.FixtureRequest, folder: Path) -> Iterator[Rollout]:
+    if request.param == "vllm" and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed (docs/engines.md)")
+    environment, threads = dict(os.environ), torch.set_num_threads
+    rollout = Rollout(config(folder, request.param))
+    yield rollout
+    if request.param == "vllm":  # which has made itself at home in this process
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        rollout.engine.close()
+        cleanup_dist_env_and_memory()
+        torch.set_num_threads = threads
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@pytest.fixture
+def rollout(started: Rollout, first: Weights) -> Iterator[Rollout]:
+    yield started
+    if started.version != 0:
+        update(started, first, 0)
+
+
+@pytest.fixture
+def vllm(rollout: Rollout) -> Any:
+    return rollout.engine
+
+
+def requests(sampling: Sampling, n: int = 1, prompts: list[list[int]] = PROMPTS, seed: int = 0) -> list[Request]:
+    return [Request(i, f"prompt-{i}", prompt, n, seed, sampling) for i, prompt in enumerate(prompts)]
+
+
+def by_id(samples: list[Sample]) -> dict[tuple[int, int], tuple[list[int], str]]:
+    return {(sample.group_id, sample.index): (sample.response, sample.finish) for sample in samples}
+
+
+def announce(rollout: Rollout, weights: Weights, version: int, limit: int = 40_000) -> list[Any]:
+    """The buckets that will bring the weights, after the Rollout has been told of them."""
+    buckets = plan(weights.items(), limit)
+    rollout.start_update([entry for entries in buckets for entry in entries], version)
+    return [pack(weights, entries) for entries in buckets]
+
+
+def update(rollout: Rollout, weights: Weights, version: int) -> None:
+    for bucket in announce(rollout, weights, version):
+        rollout.write(bucket)
+    rollout.finish_update()
+
+
+def moved(weights: Weights, seed: int = 1) -> Weights:
+    """Other weights: every element of every parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: value + torch.randn(value.shape, generator=generator) * 0.1 for name, value in weights.items()}
+
+
+def with_weights(model: Any, weights: Weights) -> Any:
+    other = LlamaForCausalLM(model.config).eval()
+    other.load_state_dict(weights, strict=False)
+    other.tie_weights()
+    return other
+
+
+def gaps(model: Any, sample: Sample, sampling: Sampling) -> list[float]:
+    """|engine - plain forward pass| of each token's log-probability."""
+    return (torch.tensor(sample.logprobs) - sampled_logprobs(model, sample, sampling, ENDS)).abs().tolist()
+
+
+def check(model: Any, samples: list[Sample], sampling: Sampling) -> None:
+    every = [gap for sample in samples for gap in gaps(model, sample, sampling)]
+    assert max(every) < MOST_OFF
+    assert statistics.fmean(every) < MOST_OFF / 10
+
+
+def test_greedy_is_the_most_likely_token_of_a_forward_pass(rollout: Rollout, model: Any):
+    samples = rollout.generate(requests(GREEDY))
+    for sample in samples:
+        assert sample.response == plain(model, sample).argmax(-1).tolist()
+        assert sample.finish == ("stop" if sample.response[-1] in ENDS else "length")
+    check(model, samples, GREEDY)
+
+
+SAMPLINGS = {
+    "plain": Sampling(max_tokens=24),
+    "temperature": Sampling(max_tokens=24, temperature=0.6, min_tokens=24),
+    "top-k": Sampling(max_tokens=24, temperature=1.7, top_k=4),
+    "top-p": Sampling(max_tokens=24, top_p=0.7),
+    "both": Sampling(max_tokens=24, temperature=1.3, top_k=6, top_p=0.8, min_tokens=12),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_log_probabilities_are_those_of_the_distribution_sampled_from(rollout: Rollout, model: Any, sampling: Sampling):
+    check(model, rollout.generate(requests(sampling, n=4)), sampling)
+
+
+def test_tokens_come_as_often_as_they_are_likely(rollout: Rollout, model: Any):
+    sampling = Sampling(max_tokens=1, temperature=1.5, top_k=5)
+    samples = rollout.generate(requests(sampling, n=400, prompts=PROMPTS[:1]))
+    likely = {sample.response[0]: 2.718281828459045 ** sample.logprobs[0] for sample in samples}
+    assert sum(likely.values()) == pytest.approx(1.0, abs=1e-3) and len(likely) == 5
+    for token, times in Counter(sample.response[0] for sample in samples).items():
+        assert times / 400 == pytest.approx(likely[token], abs=0.1)  # four deviations of the most uncertain one
+
+
+def test_what_a_sample_says_of_itself(rollout: Rollout):
+    samples = rollout.generate(requests(LONG, n=4))
+    assert [(s.group_id, s.index) for s in samples] == [(g, i) for g in range(4) for i in range(4)]
+    for sample in samples:
+        assert sample.prompt == PROMPTS[sample.group_id] and sample.prompt_id == f"prompt-{sample.group_id}"
+        assert sample.response_mask == [1] * 24 and len(sample.response) == len(sample.logprobs) == 24
+        assert sample.versions == [(0, 24, 0)] and sample.finish == "length"
+        assert sample.text == rollout.engine.tokenizer.decode(sample.response, skip_special_tokens=True)
+    assert len({tuple(sample.response) for sample in samples}) == 16  # those of a group differ, too
+    assert rollout.generate([]) == []
+
+
+def test_the_same_seed_gives_the_same_sample_in_any_company(rollout: Rollout):
+    crowd = requests(Sampling(max_tokens=16), n=7)  # more than run at once
+    expected = by_id(rollout.generate(crowd))
+    assert len({len(response) for response, _ in expected.values()}) > 1
+    assert by_id(rollout.generate(crowd[::-1])) == expected
+    for request in crowd:
+        assert by_id(rollout.generate([replace(request, n=1)])) == {
+            (request.group_id, 0): expected[request.group_id, 0]
+        }
+    other = by_id(rollout.generate([replace(crowd[0], seed=1)]))
+    assert other != {key: value for key, value in expected.items() if key[0] == 0}
+
+
+def test_any_end_token_ends_a_response_and_stays_in_it(rollout: Rollout):
+    samples = rollout.generate(requests(Sampling(max_tokens=60), n=8))
+    for sample in samples:
+        assert not set(sample.response[:-1]) & set(ENDS)
+        assert (sample.finish == "stop") == (sample.response[-1] in ENDS)
+        assert sample.finish == "stop" or len(sample.response) == 60
+    assert {sample.response[-1] for sample in samples if sample.finish == "stop"} == set(ENDS)
+    for sample in rollout.generate(requests(Sampling(max_tokens=60, min_tokens=9), n=8)):
+        assert len(sample.response) > 9 or (len(sample.response) == 9 and sample.finish == "stop")
+
+
+def test_a_stop_string_ends_a_response_where_it_is_complete(rollout: Rollout):
+    free = Sampling(max_tokens=40, min_tokens=40)
+    (whole,) = rollout.generate(requests(free, prompts=PROMPTS[:1]))
+    decode = rollout.engine.tokenizer.decode
+    stop = decode(whole.response[20:23])
+    size = next(i for i in range(41) if stop in decode(whole.response[:i]))
+    # Under min_tokens neither a stop string nor an end token counts; so it is set just below where the string ends.
+    stopped = replace(free, stop=("nowhere", stop), min_tokens=size)
+    (sample,) = rollout.generate(requests(stopped, prompts=PROMPTS[:1]))
+    assert sample.finish == "stop" and sample.response == whole.response[:size]
+    assert sample.versions == [(0, size, 0)] and stop in decode(sample.response)
+    (later,) = rollout.generate(requests(replace(stopped, min_tokens=size + 1), prompts=PROMPTS[:1]))
+    assert len(later.response) > size and later.response[:size] == whole.response[:size]
+
+
+def test_the_context_limit(rollout: Rollout):
+    (sample,) = rollout.generate(requests(LONG, prompts=[[7] * (CONTEXT - 1)]))
+    assert len(sample.response) == 1 and sample.finish == "length"
+    (sample,) = rollout.generate(requests(LONG, prompts=[[7] * (CONTEXT - 5)]))
+    assert len(sample.response) == 5 and sample.finish == "length"
+    with pytest.raises(UserError, match="'prompt-1' has 256 tokens; the model's context is 256"):
+        rollout.generate(requests(LONG, prompts=[[7], [7] * CONTEXT]))
+    with pytest.raises(UserError, match="'prompt-0' has no tokens"):
+        rollout.generate(requests(LONG, prompts=[[]]))
+    assert len(rollout.generate(requests(LONG))) == 4  # the refused ones left nothing behind
+
+
+def test_many_requests_of_many_kinds(rollout: Rollout, model: Any):
+    rng = random.Random(0)
+    asked = [
+        Request(i, str(i), [rng.randrange(16) for _ in range(rng.randint(1, 200))], rng.randint(1, 3), 0, sampling)
+        for i, sampling in enumerate(rng.choices([*SAMPLINGS.values(), GREEDY], k=60))
+    ]
+    samples = rollout.generate(asked)
+    assert [(s.group_id, s.index) for s in samples] == [(r.group_id, i) for r in asked for i in range(r.n)]
+    for sample in samples:
+        assert max(gaps(model, sample, asked[sample.group_id].sampling)) < MOST_OFF
+
+
+def test_prompts_of_more_tokens_than_one_forward_pass_takes(rollout: Rollout, model: Any):
+    rng = random.Random(1)
+    prompts = [[rng.randrange(16) for _ in range(CONTEXT - 30)] for _ in range(2 * MOST)]
+    sampling = Sampling(max_tokens=6)
+    for sample in rollout.generate(requests(sampling, prompts=prompts)):
+        assert max(gaps(model, sample, sampling)) < MOST_OFF
+
+
+def test_new_weights_are_used_at_once_and_the_old_ones_come_back(rollout: Rollout, model: Any, first: Weights):
+    """Pitfall 13: the long prompt fills whole blocks of a prefix cache, which must not outlive the weights."""
+    asked = requests(LONG, n=2, prompts=[*PROMPTS, [2] + [7, 11, 6, 9] * 50])
+    before = rollout.generate(asked)
+    second = moved(first)
+    update(rollout, second, 5)
+    assert rollout.version == 5
+    samples = rollout.generate(asked)
+    assert by_id(samples) != by_id(before)
+    assert all(sample.versions == [(0, 24, 5)] for sample in samples)
+    check(with_weights(model, second), samples, LONG)
+    update(rollout, first, 6)
+    assert by_id(rollout.generate(asked)) == by_id(before)
+
+
+def test_one_changed_parameter_of_each_kind_arrives(rollout: Rollout, model: Any, first: Weights):
+    for name in first:
+        if "layers.1." in name or "layers" not in name:
+            second = first | {name: moved(first)[name]}
+            update(rollout, second, 1)
+            check(with_weights(model, second), rollout.generate(requests(LONG, prompts=PROMPTS[:2])), LONG)
+
+
+def test_a_tied_parameter_goes_by_any_of_its_names(rollout: Rollout, model: Any, first: Weights):
+    second = moved(first)
+    renamed = {("lm_head.weight" if "embed" in name else name): value for name, value in second.items()}
+    update(rollout, renamed, 1)
+    check(with_weights(model, second), rollout.generate(requests(LONG)), LONG)
+    with pytest.raises(RunError, match=r"'model\.embed_tokens\.weight' and 'lm_head\.weight' are one parameter here"):
+        announce(rollout, first | {"lm_head.weight": second["model.embed_tokens.weight"]}, 2)
+
+
+WRONG: dict[str, tuple[Weights, type[Exception], str]] = {
+    "unknown": ({"model.extra": torch.zeros(1)}, RunError, "no parameter 'model.extra'; nothing was written"),
+    "shape": ({"model.norm.weight": torch.zeros(31)}, RunError, r"\(31,\), the engine's parameter \(64,\)"),
+    "type": ({"model.norm.weight": torch.zeros(64).half()}, UserError, r"torch.float16, .* Set --model.dtype"),
+}
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, "missing"])
+def test_weights_that_do_not_fit_change_nothing(rollout: Rollout, first: Weights, wrong: str):
+    before = by_id(rollout.generate(requests(LONG)))
+    good = moved(first)
+    if wrong == "missing":
+        del good["model.norm.weight"]
+    added, kind, message = WRONG.get(wrong, ({}, RunError, r"1 of \d+ parameters were not sent .model.norm.weight"))
+    with pytest.raises(kind, match=message):
+        announce(rollout, good | added, 1)
+    assert by_id(rollout.generate(requests(LONG))) == before and rollout.version == 0
+
+
+def test_half_an_update_generates_nothing_and_a_whole_one_mends_it(rollout: Rollout, model: Any, first: Weights):
+    second = moved(first)
+    buckets = announce(rollout, second, 1)
+    for bucket in buckets[:3]:
+        rollout.write(bucket)
+    buckets[3].data[buckets[3].entries[0].offset + 5] ^= 1
+    with pytest.raises(RunError, match=r"arrived with digest \w+, the Actor sent \w+; version 1 fails"):
+        rollout.write(buckets[3])
+    with pytest.raises(RunError, match="partly of version 0 and partly of 1"):
+        rollout.generate(requests(LONG))
+    update(rollout, second, 2)
+    check(with_weights(model, second), rollout.generate(requests(LONG)), LONG)
+
+
+def test_weights_that_give_nan_stop_the_run(rollout: Rollout, first: Weights):
+    nan = torch.full_like(first["model.norm.weight"], torch.nan)
+    update(rollout, first | {"model.norm.weight": nan}, 1)
+    with pytest.raises(RunError, match="NaN"):
+        rollout.generate(requests(LONG))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_after_sleeping_and_a_sync_the_output_is_as_before(rollout: Rollout, first: Weights, level: int):
+    """Pitfall 14, in the order of ``rolecall.sync``."""
+    before = by_id(rollout.generate(requests(LONG, n=2)))
+    rollout.engine.sleep(level)
+    rollout.wake("weights")
+    update(rollout, first, 1)
+    rollout.wake("kv_cache")
+    assert by_id(rollout.generate(requests(LONG, n=2))) == before
+
+
+# What vLLM alone does.
+
+only_vllm = pytest.mark.parametrize("started", ["vllm"], indirect=True)
+
+
+@only_vllm
+def test_without_the_reset_vllm_reads_older_weights_blocks(vllm: Any, rollout: Rollout, model: Any, first: Weights):
+    """So the test of pitfall 13 above can fail."""
+    asked = requests(LONG, prompts=[[2] + [7, 11, 6, 9] * 50])
+    rollout.generate(asked)
+    second = moved(first)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm.llm, "reset_prefix_cache", lambda **_: True)
+        update(rollout, second, 1)
+    (sample,) = rollout.generate(asked)
+    assert statistics.fmean(gaps(with_weights(model, second), sample, LONG)) > 0.01
+
+
+@only_vllm
+def test_while_asleep_it_says_so(vllm: Any, rollout: Rollout, first: Weights):
+    rollout.sleep()
+    rollout.wake("weights")
+    with pytest.raises(RunError, match="vLLM sleeps"):
+        rollout.generate(requests(LONG))
+    update(rollout, first, 1)
+    rollout.wake("kv_cache")
+    assert len(rollout.generate(requests(LONG))) == 4
+
+
+class Generating(threading.Thread):
+    """A call of ``generate`` under way."""
+
+    def __init__(self, engine: Any, asked: list[Request]):
+        super().__init__(daemon=True)
+        self.engine, self.asked, self.samples, self.error = engine, asked, [], None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.samples = self.engine.generate(self.asked)
+        except RunError as error:
+            self.error = error
+
+    def reach(self, tokens: int) -> None:
+        """Wait until a response has so many tokens."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if any(len(sequence.tokens) >= tokens for sequence in list(self.engine._running.values())):
+                return
+            time.sleep(0.001)
+        raise AssertionError("nothing is being generated")
+
+    def end(self) -> list[Sample]:
+        self.join(60)
+        assert not self.is_alive()
+        return self.samples
+
+
+ENDLESS = Sampling(max_tokens=200, min_tokens=200)
+
+
+@only_vllm
+def test_weights_change_in_the_middle_of_responses(vllm: Any, rollout: Rollout, model: Any, first: Weights):
+    """Each token is of the weights that its span names, and what came before it is read by those, not from a cache."""
+    thread = Generating(vllm, requests(ENDLESS, n=2))
+    thread.reach(10)
+    vllm.pause()
+    second = moved(first)
+    update(rollout, second, 1)
+    vllm.resume()
+    models_of = {0: model, 1: with_weights(model, second)}
+    for sample in thread.end():
+        (zero, middle, old), (again, end, new) = sample.versions
+        assert (zero, old, end, new) == (0, 0, 200, 1) and middle == again and 0 < middle < 200
+        for start, end, version in sample.versions:
+            assert max(gaps(models_of[version], sample, ENDLESS)[start:end]) < MOST_OFF
+
+
+@only_vllm
+def test_weights_do_not_change_under_a_step(vllm: Any, rollout: Rollout, first: Weights):
+    thread = Generating(vllm, requests(ENDLESS, n=2))
+    thread.reach(2)
+    with pytest.raises(RunError, match="8 responses are being generated; pause the engine"):
+        announce(rollout, moved(first), 1)
+    assert all(sample.versions == [(0, 200, 0)] for sample in thread.end())
+
+
+@only_vllm
+def test_called_off_groups_end_as_they_are_and_the_others_go_on(vllm: Any):
+    alone = by_id(vllm.generate(requests(ENDLESS)))
+    thread = Generating(vllm, requests(ENDLESS))
+    thread.reach(5)
+    vllm.abort([1, 3])
+    for sample in thread.end():
+        whole, finish = alone[sample.group_id, 0]
+        if sample.group_id in (1, 3):
+            size = len(sample.response)
+            assert sample.finish == "abort" and 5 <= size < 200 and sample.response == whole[:size]
+            assert sample.versions == [(0, size, 0)] and len(sample.logprobs) == size
+        else:
+            assert (sample.response, sample.finish) == (whole, finish)
+    assert vllm.llm.get_num_unfinished_requests() == 0
+
+
+@only_vllm
+def test_two_calls_at_once_get_their_own_samples(vllm: Any):
+    asked = [requests(LONG, n=2), requests(LONG, n=2, seed=1)]
+    expected = [by_id(vllm.generate(each)) for each in asked]
+    threads = [Generating(vllm, each) for each in asked]
+    assert [by_id(thread.end()) for thread in threads] == expected
+
+
+def test_a_machine_without_vllm_is_told_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"vLLM is not installed.*pip install 'rolecall\[vllm\]'"):
+        Rollout(config(folder, "vllm"))
+
+
+def test_the_outline_is_the_model_without_its_weights(folder: Path, model: Any):
+    bare: Any = models.outline(config(folder, "vllm").model, "cpu")
+    shapes = [[(name, p.shape, p.dtype) for name, p in each.named_parameters()] for each in (bare, model)]
+    assert shapes[0] == shapes[1] and all(parameter.is_meta for parameter in bare.parameters())
+    assert bare.lm_head.weight is bare.model.embed_tokens.weight
+    assert bare.generation_config.eos_token_id == ENDS
