@@ -23,7 +23,7 @@ from rolecall.errors import RunError, UserError
 from rolecall.models.tiny import VOCABULARY, make
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Request, Sample, Sampling
-from rolecall.sync.buckets import pack, plan
+from rolecall.sync.ends import Link, Sender
 
 ENGINES = ["native", "transformers", "vllm"]
 CONTEXT, MOST = 256, 24  # tokens; sequences at once
@@ -121,16 +121,20 @@ def by_id(samples: list[Sample]) -> dict[tuple[int, int], tuple[list[int], str]]
     return {(sample.group_id, sample.index): (sample.response, sample.finish) for sample in samples}
 
 
-def announce(rollout: Rollout, weights: Weights, version: int, limit: int = 40_000) -> list[Any]:
-    """The buckets that will bring the weights, after the Rollout has been told of them."""
-    buckets = plan(weights.items(), limit)
-    rollout.start_update([entry for entries in buckets for entry in entries], version)
-    return [pack(weights, entries) for entries in buckets]
+def announce(rollout: Rollout, weights: Weights, version: int) -> Sender:
+    """The sender of the weights, in several buckets, after the Rollout has been told of them."""
+    link = Link("mapped", "cpu", 40_000, 2, True, "127.0.0.1", 2, 60.0)
+    sender = Sender(weights.items, link)
+    rollout.join(sender.offer, link, 1)
+    sender.join()
+    rollout.start_update(version)
+    return sender
 
 
 def update(rollout: Rollout, weights: Weights, version: int) -> None:
-    for bucket in announce(rollout, weights, version):
-        rollout.write(bucket)
+    sender = announce(rollout, weights, version)
+    for number in range(len(sender.buckets)):
+        rollout.write(number, sender.pack(number))
     rollout.finish_update()
 
 
@@ -300,7 +304,7 @@ def test_a_tied_parameter_goes_by_any_of_its_names(rollout: Rollout, model: Any,
     renamed = {("lm_head.weight" if "embed" in name else name): value for name, value in second.items()}
     update(rollout, renamed, 1)
     check(with_weights(model, second), rollout.generate(requests(LONG)), LONG)
-    with pytest.raises(RunError, match=r"'model\.embed_tokens\.weight' and 'lm_head\.weight' are one parameter here"):
+    with pytest.raises(RunError, match=r"'model\.embed_tokens\.weight' and 'lm_head\.weight' are one parameter"):
         announce(rollout, first | {"lm_head.weight": second["model.embed_tokens.weight"]}, 2)
 
 
@@ -325,12 +329,13 @@ def test_weights_that_do_not_fit_change_nothing(rollout: Rollout, first: Weights
 
 def test_half_an_update_generates_nothing_and_a_whole_one_mends_it(rollout: Rollout, model: Any, first: Weights):
     second = moved(first)
-    buckets = announce(rollout, second, 1)
-    for bucket in buckets[:3]:
-        rollout.write(bucket)
-    buckets[3].data[buckets[3].entries[0].offset + 5] ^= 1
-    with pytest.raises(RunError, match=r"arrived with digest \w+, the Actor sent \w+; version 1 fails"):
-        rollout.write(buckets[3])
+    sender = announce(rollout, second, 1)
+    for number in range(3):
+        rollout.write(number, sender.pack(number))
+    sent = sender.pack(3)
+    sender.slots[1][sender.buckets[3][0].offset + 5] ^= 1
+    with pytest.raises(RunError, match=r"bucket 3 .* arrived with digest \w+, the Actor sent \w+"):
+        rollout.write(3, sent)
     with pytest.raises(RunError, match="partly of version 0 and partly of 1"):
         rollout.generate(requests(LONG))
     update(rollout, second, 2)

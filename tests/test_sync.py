@@ -1,5 +1,9 @@
 """Stage 6: what travels, what is refused, and that the engine then generates what the Actor's weights say."""
 
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,19 +13,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall import models, sync
+from rolecall import models
 from rolecall.cluster import Roles, spawn
+from rolecall.cluster.handles import Process
 from rolecall.config import Config
 from rolecall.errors import RunError, UserError
 from rolecall.roles.actor import Actor
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Request, Sampling
-from rolecall.sync import checksum, host
-from rolecall.sync.buckets import ALIGNMENT, Bucket, pack, plan
+from rolecall.sync import WeightSync
+from rolecall.sync.buckets import ALIGNMENT, ROW, digest, fill, plan, size, views
+from rolecall.sync.driver import choose
+from rolecall.sync.ends import Link, Receiver, Sender
 
 PROMPT = [2, 3, 7, 11, 4]
 GREEDY = Request(0, "p", PROMPT, 1, 0, Sampling(max_tokens=8, temperature=0.0))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.float64)
+LINK = Link("mapped", "cpu", 20_000, 2, True, "127.0.0.1", 2, 60.0)
 
 
 @st.composite
@@ -35,18 +43,27 @@ def weights(draw) -> dict[str, torch.Tensor]:
     }
 
 
+def packed(tensors: dict[str, torch.Tensor], limit: int) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Each bucket and its bytes."""
+    left = iter(tensors.items())
+    for bucket in plan(tensors.items(), limit):
+        data = torch.full((size(bucket),), 7, dtype=torch.uint8)  # as another bucket has left it
+        fill(data, bucket, left)
+        yield bucket, data
+
+
 @given(weights(), st.integers(1, 20_000))
 def test_buckets_carry_every_tensor_exactly(tensors, limit):
-    buckets = [pack(tensors, entries) for entries in plan(tensors.items(), limit)]
-    arrived = [pair for bucket in buckets for pair in bucket.tensors()]
+    arrived = []
+    for bucket, data in packed(tensors, limit):
+        arrived += views(data, bucket)
+        assert bucket[-1].offset + bucket[-1].nbytes <= limit or len(bucket) == 1
+        assert all(entry.offset % ALIGNMENT == 0 for entry in bucket)
+        assert len(data) % ROW == 0
     assert [name for name, _ in arrived] == list(tensors)
     for name, tensor in arrived:
         assert (tensor.dtype, tensor.shape) == (tensors[name].dtype, tensors[name].shape)
         assert torch.equal(tensor, tensors[name])
-    assert checksum(arrived) == checksum(tensors.items()) == checksum(reversed(list(tensors.items())))
-    for bucket in buckets:
-        assert len(bucket.data) <= limit or len(bucket.entries) == 1
-        assert all(entry.offset % ALIGNMENT == 0 for entry in bucket.entries)
 
 
 def test_a_plan_worked_out_by_hand():
@@ -54,31 +71,36 @@ def test_a_plan_worked_out_by_hand():
     places = [[(entry.name, entry.offset, entry.nbytes) for entry in bucket] for bucket in plan(tensors.items(), 700)]
     assert places == [[("a", 0, 12), ("b", 256, 400)], [("c", 0, 256), ("d", 256, 4)]]
     assert len(plan(tensors.items(), 655)) == 3  # a and b would need 656
+    assert [size(bucket) for bucket in plan({"a": torch.zeros(2049)}.items())] == [2 * 8192]  # 8196 bytes
+
+
+@pytest.mark.parametrize(
+    "later", [{"a": torch.zeros(4)}, {"a": torch.zeros(3).half()}, {"c": torch.zeros(3)}, {}], ids=str
+)
+def test_other_tensors_than_were_planned_are_not_packed(later):
+    (bucket,) = plan({"a": torch.zeros(3)}.items())
+    with pytest.raises(RunError, match=r"'a'.* was announced"):
+        fill(torch.zeros(size(bucket), dtype=torch.uint8), bucket, iter(later.items()))
 
 
 @given(st.integers(0, 30_000), st.integers(0, 30_000), st.integers(0, 31))
-def test_any_flipped_bit_and_any_swap_changes_the_checksum(here, there, bit):
-    tensor = torch.arange(30_001, dtype=torch.int32)
+def test_any_flipped_bit_and_any_swap_changes_the_digest(here, there, bit):
+    tensor = torch.arange(15 * ROW // 4, dtype=torch.int32)
     flipped, swapped = tensor.clone(), tensor.clone()
     flipped[here] ^= torch.tensor(1, dtype=torch.int32) << bit
     swapped[[here, there]] = tensor[[there, here]]
-    assert checksum([("w", flipped)]) != checksum([("w", tensor)])
-    assert (checksum([("w", swapped)]) == checksum([("w", tensor)])) == (here == there)
+    first = digest(tensor.view(torch.uint8))
+    assert digest(flipped.view(torch.uint8)) != first
+    assert (digest(swapped.view(torch.uint8)) == first) == (here == there)
 
 
-def test_the_checksum_covers_names_shapes_and_types():
-    zeros = torch.zeros(4, 6)
-    sums = [
-        [("a", zeros)],
-        [("b", zeros)],
-        [("a", zeros.view(6, 4))],
-        [("a", zeros.int())],
-        [("a", zeros), ("a", zeros)],
-    ]
-    assert len({checksum(tensors) for tensors in sums}) == len(sums)
-    assert checksum([("a", torch.ones(8, 8)[:, ::2])]) == checksum([("a", torch.ones(8, 4))])  # strides do not count
-    odd = torch.arange(100, dtype=torch.uint8)
-    assert checksum([("a", odd[3:])]) == checksum([("a", odd[3:].clone())])  # nor where in memory it lies
+def test_a_digest_worked_out_by_hand():
+    """Two rows of 1024 words, all ones but one: columns add up to 2 (one to 9), rows to 1024 and 1031."""
+    words = torch.ones(2, 1024, dtype=torch.int64)
+    words[1, 5] = 8
+    sums = [2] * 5 + [9] + [2] * 1018 + [1024, 1031]
+    by_hand = hashlib.blake2b(b"".join(n.to_bytes(8, "little") for n in sums), digest_size=16).hexdigest()
+    assert digest(words.view(-1).view(torch.uint8)) == by_hand
 
 
 def test_tied_weights_travel_once(tiny_path):
@@ -90,9 +112,9 @@ def test_tied_weights_travel_once(tiny_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_checksum_is_the_same_on_a_gpu():
-    tensors = [(str(dtype), (torch.randn(3001, 7) * 50).to(dtype)) for dtype in DTYPES]
-    assert checksum((name, tensor.cuda()) for name, tensor in tensors) == checksum(tensors)
+def test_the_digest_is_the_same_on_a_gpu():
+    data = torch.randint(0, 256, (40 * ROW,), dtype=torch.uint8)
+    assert digest(data.cuda()) == digest(data)
 
 
 def config(tiny_path: Path, dtype: str = "float32", **cluster) -> Config:
@@ -105,6 +127,14 @@ def shift(actor: Actor, seed: int) -> None:
     with torch.no_grad():
         for parameter in actor.loaded.model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * 0.3)
+
+
+def begin_again(actor: Actor) -> None:
+    """The weights that the model came with."""
+    first = models.load(actor.config.model, "cpu").model
+    with torch.no_grad():
+        for own, value in zip(actor.loaded.model.parameters(), first.parameters(), strict=True):
+            own.copy_(value)
 
 
 def greedy(actor: Actor) -> list[int]:
@@ -163,104 +193,135 @@ def apart(tiny_path) -> tuple[Actor, Rollout]:
     return actor, rollout
 
 
-def announced(actor: Actor, rollout: Rollout, version: int, limit: int = 20_000) -> list[Bucket]:
-    """The Actor's weights in several buckets, after the Rollout has been told what they will be."""
-    buckets = host.describe(actor, limit)
-    assert len(buckets) > 2
-    rollout.start_update([entry for entries in buckets for entry in entries], version)
-    return [host.export(actor, entries) for entries in buckets]
+def join(actor: Actor, rollout: Rollout, link: Link = LINK) -> Sender:
+    """What the driver does at a run's first sync, with both ends in this process."""
+    sender = Sender(actor.weights, link)
+    assert len(sender.buckets) > 2
+    rollout.join(sender.offer, link, 1)
+    sender.join()
+    return sender
 
 
-def update(actor: Actor, rollout: Rollout, version: int) -> None:
-    for bucket in announced(actor, rollout, version):
-        rollout.write(bucket)
+def update(sender: Sender, rollout: Rollout, version: int) -> None:
+    rollout.start_update(version)
+    for number in range(len(sender.buckets)):
+        rollout.write(number, sender.pack(number))
     rollout.finish_update()
 
 
-def held(rollout: Rollout) -> str:
-    return checksum(rollout.engine.model.named_parameters())
+def held(model: Any) -> list[bytes]:
+    return [p.detach().contiguous().view(torch.uint8).numpy().tobytes() for p in model.parameters()]
 
 
 def test_sent_weights_are_in_place_bit_for_bit(apart):
     actor, rollout = apart
-    sent = checksum(actor.loaded.model.named_parameters())
-    assert held(rollout) != sent
-    update(actor, rollout, 1)
+    before = set(os.listdir("/dev/shm"))
+    sender = join(actor, rollout)
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("rolecall-")}
+    assert held(rollout.engine.model) != held(actor.loaded.model)
+    update(sender, rollout, 1)
     assert rollout.version == 1
-    assert held(rollout) == sent
+    assert held(rollout.engine.model) == held(actor.loaded.model)
     assert rollout.generate([GREEDY])[0].response == greedy(actor)
-    update(actor, rollout, 9)
+    shift(actor, seed=5)
+    update(sender, rollout, 9)
     assert rollout.version == 9
+    assert held(rollout.engine.model) == held(actor.loaded.model)
 
 
 FAULTS = {
-    "one flipped bit": r"'[\w.]+' arrived with digest \w+, the Actor sent \w+; version 1 fails",
-    "a bucket lost": r"\d tensors never arrived \(model\.[\w.]+, .*; version 1 fails",
-    "a bucket twice": r"'model\.embed_tokens\.weight' came twice, or unannounced; version 1 fails",
-    "another Actor's bucket": r"'[\w.]+' arrived with digest \w+, the Actor sent \w+; version 1 fails",
+    "one flipped bit": r"bucket 1 \(model\.[\w.]+ to model\.[\w.]+\) arrived with digest \w+, the Actor sent \w+",
+    "a bucket lost": r"1 buckets of version 1 never arrived \(\[1\]\)",
+    "a bucket twice": "bucket 0 came twice, or unannounced",
+    "an unknown bucket": "bucket 99 came twice, or unannounced",
+    "an older bucket": r"bucket 1 .* arrived with digest \w+, the Actor sent \w+",
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_not_what_was_sent_is_refused_and_half_an_update_generates_nothing(apart, fault):
     actor, rollout = apart
-    buckets = announced(actor, rollout, 1)
-    if fault == "one flipped bit":
-        buckets[1].data[buckets[1].entries[0].offset + 5] ^= 1
-    elif fault == "a bucket lost":
-        del buckets[1]
-    elif fault == "a bucket twice":
-        buckets[1] = buckets[0]
-    else:
-        shift(actor, seed=3)
-        buckets[1] = host.export(actor, buckets[1].entries)
-    rollout.write(buckets[0])
-    before = held(rollout)
-    with pytest.raises(RunError, match=FAULTS[fault]):
-        if fault != "a bucket lost":
-            rollout.write(buckets[1])
-        else:
+    sender = join(actor, rollout, replace(LINK, slots=4))
+    rollout.start_update(1)
+    for number in range(len(sender.buckets)):
+        sent, wrong = sender.pack(number), number
+        if number == 1:
+            before = held(rollout.engine.model)
+            if fault == "one flipped bit":
+                sender.slots[1][sender.buckets[1][0].offset + 5] ^= 1
+            elif fault == "an older bucket":
+                sender.slots[1].copy_(sender.slots[0][: len(sender.slots[1])])
+            elif fault == "a bucket lost":
+                continue
+            else:
+                wrong = 0 if fault == "a bucket twice" else 99
+            with pytest.raises(RunError, match=FAULTS[fault]):
+                rollout.write(wrong, sent)
+            assert held(rollout.engine.model) == before  # nothing of the bad bucket was written
+            break
+        rollout.write(number, sent)
+    if fault == "a bucket lost":
+        with pytest.raises(RunError, match=FAULTS[fault]):
             rollout.finish_update()
-    assert held(rollout) == before  # nothing of the bad bucket was written
     assert rollout.version == 0
     with pytest.raises(RunError, match=r"partly of version 0 and partly of 1: .* Sync again"):
         rollout.generate([GREEDY])
-    update(actor, rollout, 2)
+    update(sender, rollout, 2)
     assert rollout.generate([GREEDY])[0].response == greedy(actor)
 
 
 def test_weights_of_another_model_are_refused_by_name_and_the_old_ones_stay(apart):
     actor, rollout = apart
-    old, before = held(rollout), rollout.generate([GREEDY])
+    old, before = held(rollout.engine.model), rollout.generate([GREEDY])
     model = actor.loaded.model
     model.extra = model.model.norm.weight
     del model.model.norm
+    sender = join(actor, rollout)
     with pytest.raises(RunError, match=r"no parameter 'extra'"):
-        announced(actor, rollout, 1)
+        update(sender, rollout, 1)
     del model.extra
+    with pytest.raises(RunError, match=r"'extra' .* was announced"):
+        [sender.pack(number) for number in range(len(sender.buckets))]
+    sender = join(actor, rollout)
     with pytest.raises(RunError, match=r"model\.norm\.weight"):
-        announced(actor, rollout, 1)
-    assert held(rollout) == old and rollout.generate([GREEDY]) == before
+        update(sender, rollout, 1)
+    assert held(rollout.engine.model) == old and rollout.generate([GREEDY]) == before
     with pytest.raises(RunError, match="no update was begun"):
         rollout.finish_update()
 
 
+def test_a_rollout_that_has_not_joined_says_so(apart):
+    with pytest.raises(RunError, match="has not joined"):
+        apart[1].start_update(1)
+
+
 def test_two_types_are_refused_with_the_way_out(tiny_path):
     actor, rollout = Actor(config(tiny_path, "bfloat16")), Rollout(config(tiny_path))
-    old = held(rollout)
+    old = held(rollout.engine.model)
     with pytest.raises(UserError, match=r"torch\.bfloat16, the engine in torch\.float32 .*--model\.dtype"):
-        announced(actor, rollout, 1, limit=10_000)
-    assert held(rollout) == old
+        update(join(actor, rollout), rollout, 1)
+    assert held(rollout.engine.model) == old
 
 
-def test_an_engine_that_holds_something_else_is_noticed(apart):
+def test_a_parameter_that_does_not_take_what_is_written_is_noticed(apart):
+    """Such as an expanded one, whose elements share memory."""
     actor, rollout = apart
-    for bucket in announced(actor, rollout, 1):
-        rollout.write(bucket)
-    with torch.no_grad():
-        rollout.engine.model.get_parameter("model.norm.weight")[3] += 1
-    with pytest.raises(RunError, match=r"the engine's 'model\.norm\.weight' has digest \w+, the Actor sent \w+"):
-        rollout.finish_update()
+    weight = rollout.engine.model.get_parameter("model.norm.weight")
+    weight.data = weight.data[:1].expand(len(weight))
+    with pytest.raises(RuntimeError):
+        update(join(actor, rollout), rollout, 1)
+
+
+def test_a_broadcast_that_nobody_sends_names_itself_within_its_time(apart):
+    actor, _ = apart
+    link = replace(LINK, transport="collective", seconds=2.0)
+    sender = Sender(actor.weights, link)
+    joined = threading.Thread(target=sender.join)
+    joined.start()
+    receiver = Receiver(sender.offer, link, 1)
+    joined.join()
+    with pytest.raises(RunError, match=r"bucket 0 \(model.* from the Actor at 127.0.0.1 (did not get|broke off)"):
+        receiver.unpack(0, "")
 
 
 class Here:
@@ -268,6 +329,7 @@ class Here:
 
     def __init__(self, role: Any, log: list[str]):
         self.role, self.log = role, log
+        self.process, self.timeout = Process(str(id(role)), [], None, actor_id=str(id(role))), 60.0
 
     def start(self, method: Any, *args: Any) -> "Here.Later":
         return Here.Later(self, method, args)
@@ -288,17 +350,50 @@ class Here:
             return getattr(self.handle.role, self.method)(*args)
 
 
-def test_no_more_than_two_buckets_are_on_their_way(apart):
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_no_more_buckets_are_on_their_way_than_there_are_slots(apart, slots):
     actor, rollout = apart
     log: list[str] = []
-    moved = host.sync(Here(actor, log), Here(rollout, log), 3, limit=60_000)
-    assert log[:6] == ["start describe", *["start export", "start write"] * 2, "write done"]
+    move = WeightSync(Here(actor, log), [Here(rollout, log)], limit=60_000, slots=slots)
+    moved = move(3)
+    assert log.count("write done") == log.count("start pack") > 4
     for end in range(len(log)):
         started, done = log[:end].count("start write"), log[:end].count("write done")
-        assert started - done <= host.IN_FLIGHT
-    assert log.count("write done") == log.count("start export") > 4
+        assert started - done <= slots
+    most = max(log[:end].count("start write") - log[:end].count("write done") for end in range(len(log)))
+    assert most == slots
     assert moved == {"sync/version": 3, "sync/bytes": sum(p.nbytes for p in actor.loaded.model.parameters())}
     assert rollout.generate([GREEDY])[0].response == greedy(actor) and rollout.version == 3
+    move(4)
+    assert log.count("start join") == 2 and rollout.version == 4  # both ends, once
+
+
+def process(node: str, *gpus: int) -> Process:
+    return Process("pool", [], None, node=node, gpus=gpus)
+
+
+HOW = {
+    "one GPU": ([process("a", 0), process("a", 0)], ("mapped", "cuda")),
+    "a GPU each": ([process("a", 0), process("a", 1)], ("collective", "cuda")),
+    "the same number on other nodes": ([process("a", 0), process("b", 0)], ("collective", "cuda")),
+    "an engine on two GPUs": ([process("a", 0), process("a", 1, 2)], ("collective", "cuda")),
+    "replicas on GPUs of their own": ([process("a", 0), process("a", 1), process("b", 0)], ("collective", "cuda")),
+    "one replica shares the Actor's GPU": ([process("a", 0), process("a", 0), process("a", 1)], ("mapped", "cpu")),
+    "no GPU": ([process("a"), process("a")], ("mapped", "cpu")),
+    "no GPU for the engine": ([process("a", 0), process("a")], ("mapped", "cpu")),
+    "two nodes without": ([process("a"), process("b")], ("collective", "cpu")),
+}
+
+
+@pytest.mark.parametrize("case", HOW)
+def test_the_placement_decides_how_weights_travel(case):
+    (actor, *rollouts), expected = HOW[case]
+    assert choose(actor, rollouts) == expected
+
+
+def test_one_process_shares():
+    both = process("a")
+    assert choose(both, [both]) == ("shared", "")
 
 
 # Through Ray
@@ -311,33 +406,38 @@ def in_two_processes(tiny_path, local_ray):
         yield roles
 
 
-def through_sync(roles: Roles):
+def through_sync(roles: Roles, **options: Any):
+    roles.actor.start(begin_again).result()
+    move = WeightSync(roles.actor, [roles.rollout], **options)
+    move(0)
     first = roles.rollout.generate([GREEDY])[0]
     assert first.response == roles.actor.start(greedy).result()
     for step in (1, 2):
         roles.actor.start(shift, step).result()
-        moved = sync.sync(roles, step)
+        moved = move(step)
         after = roles.rollout.generate([GREEDY])[0]
         assert after.response == roles.actor.start(greedy).result()
         assert after.versions == [(0, len(after.response), step)]
         yield moved, first.response, after.response
-    assert sync.sync(roles, version=10)["sync/version"] == 10
+    assert move(10)["sync/version"] == 10
 
 
-def test_sync_between_two_processes_changes_what_is_generated(in_two_processes, tiny):
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "as placed": {},
+    "many buckets": {"limit": 60_000},
+    "a bucket a tensor, one at a time": {"limit": 1, "slots": 1},
+    "gloo": {"transport": ("collective", "cpu"), "limit": 60_000},
+    "gloo, unverified": {"transport": ("collective", "cpu"), "verify": False},
+}
+
+
+@pytest.mark.parametrize("how", TRANSPORTS)
+def test_sync_between_two_processes_changes_what_is_generated(in_two_processes, tiny, how):
     responses = []
-    for moved, first, after in through_sync(in_two_processes):
+    for moved, first, after in through_sync(in_two_processes, **TRANSPORTS[how]):
         assert moved["sync/bytes"] == sum(p.nbytes for p in tiny.model.parameters())
         responses += [first, after]
     assert len({tuple(response) for response in responses}) == 3
-
-
-def test_sync_in_many_buckets_between_two_processes(in_two_processes):
-    in_two_processes.actor.start(shift, 8).result()
-    host.sync(in_two_processes.actor, in_two_processes.rollout, 4, limit=60_000)
-    after = in_two_processes.rollout.generate([GREEDY])[0]
-    assert after.response == in_two_processes.actor.start(greedy).result()
-    assert after.versions == [(0, len(after.response), 4)]
 
 
 def test_sync_in_one_process_moves_nothing(tiny_path, local_ray):
@@ -346,11 +446,12 @@ def test_sync_in_one_process_moves_nothing(tiny_path, local_ray):
 
 
 def test_a_failed_sync_names_itself(in_two_processes):
-    in_two_processes.actor.start(poison).result()
+    roles = in_two_processes
+    roles.actor.start(poison).result()
     with pytest.raises(RunError, match=r"no parameter 'extra'"):
-        sync.sync(in_two_processes, 11)
-    in_two_processes.actor.start(cure).result()
-    assert sync.sync(in_two_processes, 12)["sync/version"] == 12
+        WeightSync(roles.actor, [roles.rollout])(11)
+    roles.actor.start(cure).result()
+    assert WeightSync(roles.actor, [roles.rollout])(12)["sync/version"] == 12
 
 
 def poison(actor: Actor) -> None:

@@ -13,13 +13,15 @@ from rolecall.errors import RunError, UserError
 
 @dataclass
 class Process:
-    """A pool's process. Where it runs (``node``, ``pid``) and Ray's id of it are known once it does."""
+    """A pool's process. Where it runs (``node``, its ``address``, ``gpus``, ``pid``) is known once it does."""
 
     pool: str
     roles: list[str]
     worker: Any  # the Ray actor handle of a Worker
     node: str = "a node that has not answered yet"
-    actor_id: str = ""
+    address: str = ""  # of the node, as others reach it
+    gpus: tuple[int | str, ...] = ()  # Ray's numbers of them
+    actor_id: str = ""  # Ray's, of this process
     pid: int = 0
 
     def __str__(self) -> str:

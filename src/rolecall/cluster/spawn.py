@@ -135,7 +135,7 @@ def _build(config: Config, processes: list[Process]) -> Roles:
     timeout, advice = config.cluster.timeout, "Look at that node, or raise --cluster.timeout."
     for process in processes:
         place = Future(process.worker.place.remote(), "its start", process, timeout, advice, [])
-        process.node, process.actor_id, process.pid = place.result()
+        vars(process).update(place.result())
     building = []
     for process in processes:
         ref = process.worker.build.remote(config, {role: CLASSES[role] for role in process.roles})

@@ -52,11 +52,16 @@ class Worker:
     def __repr__(self) -> str:
         return f"pool {self.pool}"  # in front of each line that a role prints
 
-    def place(self) -> tuple[str, str, int]:
-        """(the node in words, Ray's id of this actor, process id)."""
+    def place(self) -> dict[str, Any]:
+        """Where this process runs, see ``Process``."""
         context = ray.get_runtime_context()
-        node = f"node {socket.gethostname()} ({context.get_node_id()[:8]})"
-        return node, context.get_actor_id() or "", os.getpid()
+        return {
+            "node": f"node {socket.gethostname()} ({context.get_node_id()[:8]})",
+            "address": ray.util.get_node_ip_address(),
+            "gpus": tuple(ray.get_gpu_ids()),
+            "actor_id": context.get_actor_id() or "",
+            "pid": os.getpid(),
+        }
 
     def build(self, config: Config, classes: dict[str, str]) -> None:
         """Make the roles in the order given; a Rollout works on the Actor's own model where both live here."""

@@ -1,6 +1,5 @@
 """What every rollout engine answers to."""
 
-from collections.abc import Iterable
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -32,16 +31,19 @@ class Engine(Protocol):
     def start_update(self, entries: list[Entry]) -> None:
         """Compare what will be sent (Hugging Face names) with the engine's model. An update that was begun is given up.
 
-        A tied parameter goes by any of its names, once or several times with equal values.
+        A tied parameter goes by any of its names, once.
 
         Raises (before anything is written):
             UserError: the weights have another type than the engine's.
-            RunError: an unknown or missing name, a wrong shape, or two values for one parameter.
+            RunError: an unknown or missing name, a wrong shape, or a parameter twice.
         """
         ...
 
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Write some of the announced weights, from any device. An engine may read them until ``finish_update``."""
+    def write(self, weights: list[tuple[str, Tensor]]) -> None:
+        """Write some of the announced weights, from any device. Their memory is read no more once it returns.
+
+        (On a GPU: once what it has put on the current stream is done.)
+        """
         ...
 
     def finish_update(self, version: int) -> None:

@@ -1,6 +1,5 @@
 """New weights for an engine: what is refused, and how they get into a model in this process."""
 
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from rolecall.engines.sequence import Endings
 from rolecall.errors import RunError, UserError
 from rolecall.models import Loaded
-from rolecall.sync.buckets import Entry, digest
+from rolecall.sync.buckets import Entry
 
 
 class LocalEngine:
@@ -25,21 +24,18 @@ class LocalEngine:
     def start_update(self, entries: list[Entry]) -> None:
         """See ``Engine.start_update``."""
         check_entries(self.model, entries)
-        self._entries = entries
 
     @torch.no_grad()
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Engine.write``."""
-        for name, tensor in weights:
-            self.model.get_parameter(name).copy_(tensor)
+    def write(self, weights: list[tuple[str, Tensor]]) -> None:
+        """See ``Engine.write``. Reads back what it wrote."""
+        places = [self.model.get_parameter(name) for name, _ in weights]
+        torch._foreach_copy_(places, [value for _, value in weights])
+        for (name, value), place in zip(weights, places, strict=True):
+            if not torch.equal(place.view(torch.uint8), value.view(torch.uint8)):
+                raise RunError(f"Weight sync: the engine's {name!r} is not what was written into it.")
 
     def finish_update(self, version: int) -> None:
-        """See ``Engine.finish_update``. Reads every parameter back."""
-        for entry in self._entries:
-            if (found := digest(self.model.get_parameter(entry.name))) != entry.digest:
-                raise RunError(
-                    f"Weight sync: the engine's {entry.name!r} has digest {found}, the Actor sent {entry.digest}."
-                )
+        """See ``Engine.finish_update``."""
         self.version = version
 
     def sleep(self, level: Literal[1, 2]) -> None:
@@ -68,10 +64,10 @@ def check_entries(model: nn.Module, entries: list[Entry]) -> None:
                 f"The Actor computes in {entry.dtype}, the engine in {parameter.dtype} ({name}), because one has a "
                 "GPU and the other has none. Set --model.dtype, or give both pools gpus."
             )
-        other = given.setdefault(id(parameter), entry)
-        if other.digest != entry.digest:
+        if (other := given.setdefault(id(parameter), entry)) is not entry:
             raise RunError(
-                f"Weight sync: {other.name!r} and {name!r} are one parameter here, but differ; nothing was written."
+                f"Weight sync: {other.name!r} and {name!r} are one parameter here, and were sent as two; nothing was "
+                "written."
             )
     own = dict(model.named_parameters())
     if missing := [name for name, parameter in own.items() if id(parameter) not in given]:

@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -107,7 +107,7 @@ class VLLMEngine:
                 raise RunError(f"Weight sync: {len(self._running)} responses are being generated; pause the engine.")
             self.llm.collective_rpc("begin_weights")
 
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def write(self, weights: list[tuple[str, Tensor]]) -> None:
         """See ``Engine.write``."""
         named = [(name, value) for sent, value in weights for name in self._names[sent]]
         with self._turn():

@@ -2,14 +2,16 @@
 
 import statistics
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from rolecall import algorithms, sync
+from rolecall import algorithms
 from rolecall.algorithms.masked import flat
 from rolecall.config import Config
 from rolecall.samples import Prompt, Request, Sample, Sampling, by_group
+from rolecall.sync import WeightSync
 from rolecall.training.packing import per_token
 
 Group = tuple[int, Prompt]  # (group_id, its prompt)
@@ -18,7 +20,7 @@ Metrics = dict[str, float]
 
 @dataclass
 class Context:
-    """What the stages work with: the configuration, the roles (or handles to them), the KL controller.
+    """What the stages work with: the configuration, the roles (or handles to them), the KL controller, the sync.
 
     ``checked``: this process has compared the parts with each other in a first step.
     """
@@ -33,6 +35,11 @@ class Context:
         self.kl = algorithms.AdaptiveKL(
             settings.kl_beta, settings.kl_target or None, settings.kl_horizon, settings.kl_rule
         )
+
+    @cached_property
+    def sync(self) -> WeightSync:
+        """How weights reach the engine, for the whole run."""
+        return WeightSync(self.roles.actor, [self.roles.rollout], sleeps=self.config.rollout.sleep > 0)
 
 
 def generate(context: Context, groups: list[Group], n: int) -> list[Sample]:
@@ -123,7 +130,7 @@ def update(context: Context, samples: list[Sample], step: int) -> Metrics:
 
 def synchronise(context: Context, step: int) -> Metrics:
     """Stage 6: the Actor's parameters reach the engine, verified; their version is the number of finished steps."""
-    return sync.sync(context.roles, version=step)
+    return context.sync(step)
 
 
 def actor_waits(context: Context, step: int) -> bool:

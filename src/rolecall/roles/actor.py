@@ -1,5 +1,6 @@
 """The Actor: the policy in training."""
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from rolecall import models
 from rolecall.config import Config
 from rolecall.files import atomic_folder
 from rolecall.samples import Sample
+from rolecall.sync.ends import Sender
 from rolecall.training.logprobs import policy_logprobs, sample_logprobs
 from rolecall.training.objective import policy_objective
 from rolecall.training.packing import MicroBatch, token_values
@@ -26,6 +28,11 @@ class Actor(Trained):
         loaded = models.load(config.model, models.device())
         waits = config.critic.warmup_only if "critic" in config.roles else 0
         super().__init__(config, config.actor, loaded, loaded.model, waits)
+        self.sender: Sender | None = None  # where a sync has opened one
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What the rollout engine is to have, under Hugging Face names, in one order for ever; tied tensors once."""
+        return self.loaded.model.named_parameters()
 
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
         """Log-probability of each response token under the present weights, at the sampling temperature."""

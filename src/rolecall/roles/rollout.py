@@ -2,12 +2,14 @@
 
 from typing import Any, Literal
 
+import torch
+
 from rolecall import engines
 from rolecall.config import Config
 from rolecall.errors import RunError
 from rolecall.roles.actor import Actor
 from rolecall.samples import Request, Sample
-from rolecall.sync.buckets import Bucket, Entry, digest
+from rolecall.sync.ends import Link, Offer, Receiver
 from rolecall.sync.shared import check_same_storage
 
 
@@ -23,7 +25,8 @@ class Rollout:
     def __init__(self, config: Config, actor: Actor | None = None):
         self.config, self.actor = config, actor
         self.engine: Any = engines.launch(config, actor.loaded if actor else None)
-        self._awaited: dict[str, Entry] = {}  # tensors of an update that have not arrived
+        self._receiver: Receiver | None = None
+        self._awaited: set[int] = set()  # buckets of an update that have not arrived
         self._unfinished: int | None = None  # the version of an update that was begun
 
     @property
@@ -63,32 +66,35 @@ class Rollout:
         check_same_storage(self.actor.loaded.model, self.engine.model)
         self.engine.version = version
 
-    def start_update(self, entries: list[Entry], version: int) -> None:
-        """Announce all weights of ``version``, each once; ``write`` brings them, ``finish_update`` puts them to use.
+    def join(self, offer: Offer, link: Link, rank: int) -> None:
+        """Learn what every sync will bring, and connect with the Actor's end."""
+        self._receiver = Receiver(offer, link, rank)
+
+    def start_update(self, version: int) -> None:
+        """All weights of ``version`` come: ``write`` takes each bucket, ``finish_update`` puts them to use.
 
         Raises:
             UserError, RunError: see ``Engine.start_update``; the engine keeps what it has.
         """
-        self.engine.start_update(entries)
-        self._awaited = {entry.name: entry for entry in entries}
+        if self._receiver is None:
+            raise RunError("Weight sync: this Rollout has not joined the Actor.")
+        self.engine.start_update([entry for bucket in self._receiver.buckets for entry in bucket])
+        self._awaited = set(range(len(self._receiver.buckets)))
         self._unfinished = version
 
-    def write(self, bucket: Bucket) -> None:
-        """Take one bucket; nothing of it is written unless all of it is what the Actor announced.
+    def write(self, number: int, sent: str) -> None:
+        """Take one bucket; nothing of it is written unless all of it is what the Actor ``sent`` (its digest).
 
         Raises:
-            RunError: a tensor has changed on the way, came before, or was never announced.
+            RunError: it has changed on the way, came before, or was never announced.
         """
-        weights = list(bucket.tensors())
-        for name, tensor in weights:
-            if (entry := self._awaited.pop(name, None)) is None:
-                raise RunError(f"Weight sync: {name!r} came twice, or unannounced; version {self._unfinished} fails.")
-            if (arrived := digest(tensor)) != entry.digest:
-                raise RunError(
-                    f"Weight sync: {name!r} arrived with digest {arrived}, the Actor sent {entry.digest}; version "
-                    f"{self._unfinished} fails."
-                )
+        if self._receiver is None or number not in self._awaited:
+            raise RunError(f"Weight sync: bucket {number} came twice, or unannounced.")
+        self._awaited.remove(number)
+        weights = self._receiver.unpack(number, sent)
         self.engine.write(weights)
+        if weights[0][1].is_cuda:  # all has been read: the Actor may use the memory again
+            torch.cuda.current_stream().synchronize()
 
     def finish_update(self) -> None:
         """All buckets are there: the engine generates from the new weights.
@@ -100,8 +106,8 @@ class Rollout:
             raise RunError("Weight sync: no update was begun.")
         if self._awaited:
             raise RunError(
-                f"Weight sync: {len(self._awaited)} tensors never arrived ({', '.join(list(self._awaited)[:3])}, ...); "
-                f"version {self._unfinished} fails."
+                f"Weight sync: {len(self._awaited)} buckets of version {self._unfinished} never arrived "
+                f"({sorted(self._awaited)})."
             )
         self.engine.finish_update(self._unfinished)
         self._unfinished = None

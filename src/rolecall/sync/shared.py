@@ -1,21 +1,8 @@
 """Actor and engine in one process on the same parameters: nothing moves, the version goes up."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torch import nn
 
 from rolecall.errors import RunError
-
-if TYPE_CHECKING:
-    from rolecall.cluster import Handle
-
-
-def sync(actor: Handle, rollout: Handle, version: int) -> int:
-    """See ``rolecall.sync.sync``; returns the bytes moved."""
-    rollout.share_weights(version)
-    return 0
 
 
 def check_same_storage(actor: nn.Module, engine: nn.Module) -> None:

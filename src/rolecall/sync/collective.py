@@ -1,0 +1,56 @@
+"""Broadcasts from the Actor to every engine over a process group of their own: NCCL between GPUs, gloo between hosts.
+
+The group is beside torch's default one, which an engine may need for itself.
+"""
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rolecall.errors import RunError
+
+SENDER = 0  # its rank
+GRACE = 60.0  # seconds after which NCCL's own watchdog, which ends the process, may follow our time-out
+
+
+class Group:
+    """One rank of a group of ``ranks`` processes that all meet at ``store``.
+
+    Args:
+        seconds: that a broadcast may take, and that the ranks wait for each other here.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: int, device: torch.device, seconds: float):
+        self.rank, self.seconds = rank, seconds
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=seconds + GRACE)
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, ranks, options)
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=seconds))
+
+    def broadcast(self, data: Tensor) -> dist.Work:
+        """Begin to send ``data`` (rank 0), or to receive into it."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = SENDER, 0
+        return self._group.broadcast([data], options)
+
+    def wait(self, work: dist.Work, what: str) -> None:
+        """Wait until it is there.
+
+        Raises:
+            RunError: it is not, within ``seconds``, or another rank is gone.
+        """
+        deadline = time.monotonic() + self.seconds
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RunError(f"Weight sync: {what} did not get through within {self.seconds:g} s.")
+            time.sleep(1e-4)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RunError(f"Weight sync: {what} broke off: {error}") from None

@@ -1,0 +1,148 @@
+"""One sync after the other, as the loop sees it: how the weights travel, and which end does what when."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rolecall.sync.buckets import BUCKET_BYTES
+from rolecall.sync.ends import Link, Sender
+
+if TYPE_CHECKING:
+    from rolecall.cluster.handles import Future, Handle, Process
+
+NAMES = {
+    ("shared", ""): "nothing moves, one process",
+    ("mapped", "cuda"): "CUDA IPC",
+    ("mapped", "cpu"): "shared memory",
+    ("collective", "cuda"): "NCCL",
+    ("collective", "cpu"): "gloo",
+}
+
+
+class WeightSync:
+    """Makes the engines generate from the Actor's present weights, and checks that they do.
+
+    Args:
+        actor, rollouts: where the processes are decides how the weights travel.
+        sleeps: the engines have slept since they generated, and are woken.
+        limit: bytes of a bucket.
+        slots: buckets on their way at once: with 2 one is packed while the other is unpacked.
+        verify: compare each bucket's digest on both sides.
+        transport: other than what the placement asks for, and the device of its buffers.
+    """
+
+    def __init__(
+        self,
+        actor: Handle,
+        rollouts: list[Handle],
+        *,
+        sleeps: bool = False,
+        limit: int = BUCKET_BYTES,
+        slots: int = 2,
+        verify: bool = True,
+        transport: tuple[str, str] | None = None,
+    ):
+        self.actor, self.rollouts, self.sleeps = actor, rollouts, sleeps
+        self.limit, self.slots, self.verify = limit, slots, verify
+        kind, device = transport or choose(actor.process, [rollout.process for rollout in rollouts])
+        self.transport = NAMES[kind, device]
+        self._shared = kind == "shared"
+        self._link = Link(
+            kind, device, limit, slots, verify, actor.process.address, 1 + len(rollouts), self.actor.timeout
+        )
+        self._joined: list[str] = []  # the processes that are
+        self._sizes: list[int] = []  # bytes of each bucket's tensors
+
+    def __call__(self, version: int) -> dict[str, float]:
+        """Sync.
+
+        Args:
+            version: that the engines' weights get.
+
+        Returns:
+            ``sync/version`` and ``sync/bytes`` (moved; 0 where the weights are shared).
+
+        Raises:
+            RunError: an engine does not have the Actor's weights, every parameter exactly. It keeps the old ones, or
+                if some were overwritten already, it refuses to generate until a sync has gone through.
+        """
+        if self._shared:
+            self.rollouts[0].share_weights(version)
+            return {"sync/bytes": 0, "sync/version": version}
+        if self.sleeps:  # the Actor makes room for the engine's weights
+            self.actor.start(release).result()
+            self._each("wake", "weights")
+        if self._joined != (processes := [handle.process.actor_id for handle in (self.actor, *self.rollouts)]):
+            self._join()
+            self._joined = processes
+        self._each("start_update", version)
+        writes: list[list[Future]] = []
+        for number in range(len(self._sizes)):
+            if number >= self.slots:
+                _wait(writes[number - self.slots])
+            packed = self.actor.start(pack, number)
+            writes.append([rollout.start("write", number, packed) for rollout in self.rollouts])
+        for write in writes[-self.slots :]:
+            _wait(write)
+        self._each("finish_update")
+        if self.sleeps:
+            self._each("wake", "kv_cache")
+        return {"sync/bytes": sum(self._sizes), "sync/version": version}
+
+    def _join(self) -> None:
+        """Tell the engines once what will come, and connect them with the Actor's end."""
+        offer = self.actor.start(open_sender, self._link).result()
+        self._sizes = [sum(entry.nbytes for entry in bucket) for bucket in offer.buckets]
+        joining = [rollout.start("join", offer, self._link, rank) for rank, rollout in enumerate(self.rollouts, 1)]
+        if self._link.transport == "collective":
+            joining.append(self.actor.start(join))
+        _wait(joining)
+        if self._link.transport == "mapped":
+            self.actor.start(join).result()
+
+    def _each(self, method: str, *args: Any) -> None:
+        _wait([rollout.start(method, *args) for rollout in self.rollouts])
+
+
+def choose(actor: Process, rollouts: list[Process]) -> tuple[str, str]:
+    """(transport, device of its buffers) for where the processes are."""
+    if actor is rollouts[0]:
+        return "shared", ""
+    processes = [actor, *rollouts]
+    one_node = len({process.node for process in processes}) == 1
+    places = [{(process.node, gpu) for gpu in process.gpus} for process in processes]
+    if all(places):
+        if len(places[0]) == 1 and all(place == places[0] for place in places):
+            return "mapped", "cuda"
+        if not any(places[0] & place for place in places[1:]):  # NCCL takes no two ranks on one GPU
+            return "collective", "cuda"
+    return ("mapped" if one_node else "collective"), "cpu"
+
+
+# In the Actor's process
+
+
+def open_sender(actor: Any, link: Link) -> Any:
+    actor.sender = Sender(actor.weights, link)
+    return actor.sender.offer
+
+
+def join(actor: Any) -> None:
+    actor.sender.join()
+
+
+def pack(actor: Any, number: int) -> str:
+    return actor.sender.pack(number)
+
+
+def release(actor: Any) -> None:
+    """Give back what the Actor's allocator holds and does not use."""
+    if actor.device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def _wait(futures: list[Future]) -> None:
+    for future in futures:
+        future.result()

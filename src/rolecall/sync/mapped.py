@@ -1,0 +1,41 @@
+"""A buffer that two processes of one machine both see: CUDA IPC on a GPU, a mapped file in memory on the host.
+
+What one writes the other reads in place; when it may is for the caller to say.
+"""
+
+import os
+import shutil
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+SHARED_MEMORY = "/dev/shm"  # small in many containers; then a file in the temporary folder, which also stays in memory
+
+
+def create(nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
+    """A new buffer of bytes, and what another process opens it by."""
+    if device.type == "cuda":
+        buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return buffer, reduce_tensor(buffer)
+    room = os.path.isdir(SHARED_MEMORY) and shutil.disk_usage(SHARED_MEMORY).free > 2 * nbytes
+    file, path = tempfile.mkstemp(prefix="rolecall-", dir=SHARED_MEMORY if room else None)
+    os.truncate(file, nbytes)
+    os.close(file)
+    return attach(path, nbytes), path
+
+
+def attach(handle: Any, nbytes: int) -> Tensor:
+    """The other process's buffer, as a tensor of this one."""
+    if isinstance(handle, str):
+        return torch.from_file(handle, shared=True, size=nbytes, dtype=torch.uint8)
+    rebuild, arguments = handle
+    return rebuild(*arguments)
+
+
+def unlink(handle: Any) -> None:
+    """All have opened it: nothing of it outlives them."""
+    if isinstance(handle, str):
+        os.unlink(handle)
