@@ -27,12 +27,18 @@ from rolecall.sync.ends import Link, Sender
 
 ENGINES = ["native", "transformers", "vllm"]
 CONTEXT, MOST = 256, 24  # tokens; sequences at once
-MOST_OFF = 5e-5  # of a log-probability, in float32; measured: 1e-5 at most, 1e-6 on average
 ENDS = [1, 15]  # the tokenizer's, and one that only the generation config names
 PROMPTS = [[2, 3, 7, 11, 4], [9], [2, 3, 7, 8, 8, 12, 6, 6, 10, 4], [2, 3, 6, 4]]
 LONG = Sampling(max_tokens=24, min_tokens=24)
 GREEDY = Sampling(max_tokens=24, temperature=0)
 Weights = dict[str, torch.Tensor]
+
+
+def most_off(rollout: Rollout) -> float:
+    """How far a log-probability in float32 may be from the reference's, which is always computed on the CPU."""
+    if models.device().type == "cpu":
+        return 5e-5  # measured: 1e-5 at most, 1e-6 on average
+    return 2e-4 if rollout.config.rollout.engine in ("native", "transformers") else 5e-3  # Triton's attention: TF32
 
 
 @pytest.fixture(scope="module")
@@ -151,23 +157,28 @@ def with_weights(model: Any, weights: Weights) -> Any:
     return other
 
 
-def gaps(model: Any, sample: Sample, sampling: Sampling) -> list[float]:
-    """|engine - plain forward pass| of each token's log-probability."""
-    return (torch.tensor(sample.logprobs) - sampled_logprobs(model, sample, sampling, ENDS)).abs().tolist()
+def gaps(model: Any, sample: Sample, sampling: Sampling, unsure: float = 0.0) -> list[float]:
+    """|engine - plain forward pass| of each token's log-probability; rounding may move top-p's cut by ``unsure``."""
+    cuts = {sampling.top_p} if sampling.top_p == 1 else {sampling.top_p - unsure, sampling.top_p + unsure}
+    expected = [sampled_logprobs(model, sample, replace(sampling, top_p=cut), ENDS) for cut in cuts]
+    return (torch.stack(expected) - torch.tensor(sample.logprobs)).abs().amin(0).tolist()
 
 
-def check(model: Any, samples: list[Sample], sampling: Sampling) -> None:
-    every = [gap for sample in samples for gap in gaps(model, sample, sampling)]
-    assert max(every) < MOST_OFF
-    assert statistics.fmean(every) < MOST_OFF / 10
+def check(rollout: Rollout, model: Any, samples: list[Sample], sampling: Sampling) -> None:
+    limit = most_off(rollout)
+    every = [gap for sample in samples for gap in gaps(model, sample, sampling, limit)]
+    assert max(every) < limit
+    assert statistics.fmean(every) < limit / 5
 
 
 def test_greedy_is_the_most_likely_token_of_a_forward_pass(rollout: Rollout, model: Any):
     samples = rollout.generate(requests(GREEDY))
     for sample in samples:
-        assert sample.response == plain(model, sample).argmax(-1).tolist()
+        logits = plain(model, sample)
+        chosen = logits.gather(-1, torch.tensor(sample.response)[:, None])[:, 0]
+        assert (logits.amax(-1) - chosen).max() < most_off(rollout)  # the very same one but for ties within rounding
         assert sample.finish == ("stop" if sample.response[-1] in ENDS else "length")
-    check(model, samples, GREEDY)
+    check(rollout, model, samples, GREEDY)
 
 
 SAMPLINGS = {
@@ -181,7 +192,7 @@ SAMPLINGS = {
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_log_probabilities_are_those_of_the_distribution_sampled_from(rollout: Rollout, model: Any, sampling: Sampling):
-    check(model, rollout.generate(requests(sampling, n=4)), sampling)
+    check(rollout, model, rollout.generate(requests(sampling, n=4)), sampling)
 
 
 def test_tokens_come_as_often_as_they_are_likely(rollout: Rollout, model: Any):
@@ -265,7 +276,7 @@ def test_many_requests_of_many_kinds(rollout: Rollout, model: Any):
     samples = rollout.generate(asked)
     assert [(s.group_id, s.index) for s in samples] == [(r.group_id, i) for r in asked for i in range(r.n)]
     for sample in samples:
-        assert max(gaps(model, sample, asked[sample.group_id].sampling)) < MOST_OFF
+        assert max(gaps(model, sample, asked[sample.group_id].sampling, most_off(rollout))) < most_off(rollout)
 
 
 def test_prompts_of_more_tokens_than_one_forward_pass_takes(rollout: Rollout, model: Any):
@@ -273,7 +284,7 @@ def test_prompts_of_more_tokens_than_one_forward_pass_takes(rollout: Rollout, mo
     prompts = [[rng.randrange(16) for _ in range(CONTEXT - 30)] for _ in range(2 * MOST)]
     sampling = Sampling(max_tokens=6)
     for sample in rollout.generate(requests(sampling, prompts=prompts)):
-        assert max(gaps(model, sample, sampling)) < MOST_OFF
+        assert max(gaps(model, sample, sampling)) < most_off(rollout)
 
 
 def test_new_weights_are_used_at_once_and_the_old_ones_come_back(rollout: Rollout, model: Any, first: Weights):
@@ -286,7 +297,7 @@ def test_new_weights_are_used_at_once_and_the_old_ones_come_back(rollout: Rollou
     samples = rollout.generate(asked)
     assert by_id(samples) != by_id(before)
     assert all(sample.versions == [(0, 24, 5)] for sample in samples)
-    check(with_weights(model, second), samples, LONG)
+    check(rollout, with_weights(model, second), samples, LONG)
     update(rollout, first, 6)
     assert by_id(rollout.generate(asked)) == by_id(before)
 
@@ -296,14 +307,14 @@ def test_one_changed_parameter_of_each_kind_arrives(rollout: Rollout, model: Any
         if "layers.1." in name or "layers" not in name:
             second = first | {name: moved(first)[name]}
             update(rollout, second, 1)
-            check(with_weights(model, second), rollout.generate(requests(LONG, prompts=PROMPTS[:2])), LONG)
+            check(rollout, with_weights(model, second), rollout.generate(requests(LONG, prompts=PROMPTS[:2])), LONG)
 
 
 def test_a_tied_parameter_goes_by_any_of_its_names(rollout: Rollout, model: Any, first: Weights):
     second = moved(first)
     renamed = {("lm_head.weight" if "embed" in name else name): value for name, value in second.items()}
     update(rollout, renamed, 1)
-    check(with_weights(model, second), rollout.generate(requests(LONG)), LONG)
+    check(rollout, with_weights(model, second), rollout.generate(requests(LONG)), LONG)
     with pytest.raises(RunError, match=r"'model\.embed_tokens\.weight' and 'lm_head\.weight' are one parameter"):
         announce(rollout, first | {"lm_head.weight": second["model.embed_tokens.weight"]}, 2)
 
@@ -339,7 +350,7 @@ def test_half_an_update_generates_nothing_and_a_whole_one_mends_it(rollout: Roll
     with pytest.raises(RunError, match="partly of version 0 and partly of 1"):
         rollout.generate(requests(LONG))
     update(rollout, second, 2)
-    check(with_weights(model, second), rollout.generate(requests(LONG)), LONG)
+    check(rollout, with_weights(model, second), rollout.generate(requests(LONG)), LONG)
 
 
 def test_weights_that_give_nan_stop_the_run(rollout: Rollout, first: Weights):
@@ -435,7 +446,7 @@ def test_weights_change_in_the_middle_of_responses(vllm: Any, rollout: Rollout, 
         (zero, middle, old), (again, end, new) = sample.versions
         assert (zero, old, end, new) == (0, 0, 200, 1) and middle == again and 0 < middle < 200
         for start, end, version in sample.versions:
-            assert max(gaps(models_of[version], sample, ENDLESS)[start:end]) < MOST_OFF
+            assert max(gaps(models_of[version], sample, ENDLESS)[start:end]) < most_off(rollout)
 
 
 @only_vllm
