@@ -220,6 +220,7 @@ def _start(config: Config, outline: Any, device: torch.device, longest: int) -> 
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
             max_model_len=longest,
             max_num_seqs=rollout.max_sequences,
+            gpu_memory_utilization=0.9 if on_cpu else 0.01,  # sizes nothing here, and vLLM wants so much free at first
             kv_cache_memory_bytes=_cache_bytes(outline, longest, rollout.max_sequences, device),
             enable_prefix_caching=True,
             # A prompt in parts takes back the draws of all parts but the last, which torch cannot on a CPU.
