@@ -31,7 +31,7 @@ class LocalEngine:
         places = [self.model.get_parameter(name) for name, _ in weights]
         torch._foreach_copy_(places, [value for _, value in weights])
         for (name, value), place in zip(weights, places, strict=True):
-            if not torch.equal(place.view(torch.uint8), value.view(torch.uint8)):
+            if not torch.equal(place.view(torch.uint8), value.to(place.device).view(torch.uint8)):
                 raise RunError(f"Weight sync: the engine's {name!r} is not what was written into it.")
 
     def finish_update(self, version: int) -> None:
