@@ -48,6 +48,11 @@ class Model(Section):
         description="Of the weights that compute (masters are FP32); auto: bfloat16 on a GPU from 0.3B parameters on",
     )
     chat_template: str | None = Field(None, description="Jinja file that replaces the model's own chat template")
+    lora_rank: int = Field(0, ge=0, description="Train LoRA adapters of this rank, see docs/lora.md; 0: all weights")
+    lora_alpha: int = Field(32, gt=0, description="LoRA: adapters count lora_alpha / lora_rank times")
+    lora_targets: list[str] = Field(
+        [], description="LoRA: names of the layers, such as q_proj; empty: all linear ones but the output embedding"
+    )
 
 
 class Data(Section):

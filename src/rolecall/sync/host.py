@@ -33,9 +33,10 @@ def sync(actor: Handle, rollout: Handle, version: int, limit: int = BUCKET_BYTES
 
 def describe(actor: Any, limit: int) -> list[tuple[Entry, ...]]:
     """In the Actor's process: what goes into which bucket, with the digest of each tensor as it is now."""
-    return plan(actor.loaded.model.named_parameters(), limit)
+    return plan(actor.weights(), limit)
 
 
 def export(actor: Any, entries: tuple[Entry, ...]) -> Bucket:
     """In the Actor's process: one bucket of its weights."""
-    return pack(dict(actor.loaded.model.named_parameters()), entries)
+    names = {entry.name for entry in entries}
+    return pack({name: tensor for name, tensor in actor.weights() if name in names}, entries)
