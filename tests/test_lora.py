@@ -1,6 +1,10 @@
 """LoRA: what is trained, saved, resumed and sent, and that the adapter reaches the engine."""
 
 import copy
+import importlib.util
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +16,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import rolecall
+from forward import sampled_logprobs
 from rolecall import config as configuration
 from rolecall.config import Config
-from rolecall.errors import UserError
+from rolecall.errors import RunError, UserError
 from rolecall.models import lora
 from rolecall.roles.actor import Actor
 from rolecall.roles.critic import Critic
 from rolecall.roles.reference import Reference
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Request, Sampling
+from rolecall.sync.buckets import plan
 from training_samples import gradients, plain_logprobs, uneven
+from vllm_here import vllm_here
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -41,6 +48,15 @@ def settings(tiny_path: Path):
 
 def frozen(actor: Actor) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in actor.module.named_parameters() if not p.requires_grad}
+
+
+def merged_model(actor: Actor) -> LlamaForCausalLM:
+    """A model without adapters that computes what the Actor does."""
+    config: Any = actor.loaded.model.config
+    model = LlamaForCausalLM(config)
+    weights = lora.merged(actor.loaded.model, actor.loaded.model.named_parameters())
+    model.load_state_dict({name: tensor.clone() for name, tensor in weights})
+    return model.eval()
 
 
 def perturb(actor: Actor, by: float = 0.3) -> None:
@@ -253,6 +269,82 @@ def test_an_engine_in_the_actors_process_generates_with_the_adapter(settings, en
         torch.testing.assert_close(torch.tensor(sample.logprobs), plain_logprobs(merged, sample), atol=1e-5, rtol=0)
 
 
+def update(engine: Any, actor: Actor, version: int) -> None:
+    weights = dict(actor.weights())
+    engine.start_update([entry for bucket in plan(weights.items()) for entry in bucket])
+    engine.write(weights.items())
+    engine.finish_update(version)
+
+
+@pytest.fixture(scope="module")
+def vllm(tiny_path: Path) -> Iterator[tuple[Actor, Any]]:
+    """An Actor with an adapter on some of the layers, and a vLLM of its own that is sent the adapter alone."""
+    model = {"path": str(tiny_path), "dtype": "float32", "lora_rank": 4, "lora_targets": ["q_proj", "down_proj"]}
+    rollout = {"engine": "vllm", "lora": "adapter", "max_tokens": 200, "max_sequences": 8}
+    config = Config(model=model, rollout=rollout, data={"max_prompt_tokens": 16})
+    with vllm_here(config) as started:
+        yield Actor(config), started.engine
+
+
+def test_vllm_takes_the_adapter_alone_even_in_the_middle_of_responses(vllm):
+    """Each token is of the adapter that its span names, and what came before it is read with that, not from a cache."""
+    actor, engine = vllm
+    start, samples = engine.version, []
+    models = [merged_model(actor)]
+    sampling = Sampling(max_tokens=200, min_tokens=200)
+    asked = [Request(0, "p", [2, 3, 6, 7, 4], 2, 0, sampling)]
+    thread = threading.Thread(target=lambda: samples.extend(engine.generate(asked)), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not any(len(s.tokens) >= 10 for s in list(engine._running.values())):
+        time.sleep(0.001)
+    perturb(actor)
+    update(engine, actor, start + 1)
+    models.append(merged_model(actor))
+    thread.join(60)
+    assert not thread.is_alive() and len(samples) == 2
+    for sample in samples:
+        assert [version for _, _, version in sample.versions] == [start, start + 1]
+        found = torch.tensor(sample.logprobs)
+        both = [sampled_logprobs(model, sample, sampling, engine.endings.tokens) for model in models]
+        for first, last, version in sample.versions:
+            new = version - start
+            torch.testing.assert_close(found[first:last], both[new][first:last], atol=5e-5, rtol=0)
+            assert (found[first:last] - both[1 - new][first:last]).abs().max() > 0.05
+
+
+def test_the_adapter_travels_under_the_names_of_peft_files(vllm, tmp_path):
+    actor, _ = vllm
+    actor.save_pretrained(tmp_path / "model")
+    saved = safetensors.torch.load_file(tmp_path / "model" / "adapter" / "adapter_model.safetensors")
+    sent = dict(actor.weights())
+    assert len(sent) == 2 * 2 * 2 and sent.keys() == saved.keys()
+    assert all(torch.equal(sent[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "shape"])
+def test_vllm_refuses_another_adapter_and_keeps_its_own(vllm, change):
+    actor, engine = vllm
+    version, weights = engine.version, dict(actor.weights())
+    name = next(iter(weights))
+    tensor = weights.pop(name)
+    if change != "missing":
+        weights |= {name + ".x": tensor} if change == "unknown" else {name: tensor[:1]}
+    with pytest.raises(RunError, match=f"{name}.*of the adapter has shape.*nothing was written"):
+        engine.start_update([entry for bucket in plan(weights.items()) for entry in bucket])
+    assert engine.version == version
+
+
+def test_vllm_refuses_half_an_adapter(vllm):
+    actor, engine = vllm
+    version, weights = engine.version, dict(actor.weights())
+    engine.start_update([entry for bucket in plan(weights.items()) for entry in bucket])
+    engine.write(list(weights.items())[1:])
+    with pytest.raises(RunError, match="1 of the adapter's tensors were not written"):
+        engine.finish_update(version + 1)
+    assert engine.version == version
+
+
 POOLS = {
     "train": {"roles": ["actor"], "threads": 1},
     "rollout": {"roles": ["rollout", "reference"], "threads": 1},
@@ -294,6 +386,26 @@ def test_grpo_learns_with_an_adapter(tmp_path, tiny_path, local_ray):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (docs/engines.md)")
+@pytest.mark.parametrize("sent", ["merged", "adapter"])
+def test_a_run_with_vllm(tmp_path, local_ray, sent):
+    finished = run(
+        tmp_path / "run",
+        run__steps=3,
+        actor__lr=0.02,
+        algorithm__watch_kl=True,
+        data__holdout=0,
+        rollout__engine="vllm",
+        rollout__lora=sent,
+    )
+    shapes = 2 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 192))  # in + out of each linear layer, two layers
+    size = 4 * (100_672 if sent == "merged" else 8 * shapes)
+    assert [line["sync/bytes"] for line in finished.metrics] == [size] * 3
+    assert finished.metrics[-1]["kl"] > 0.02
+    assert max(line["mismatch/mean"] for line in finished.metrics) < 1e-4
+
+
 # Mistakes. ---------------------------------------------------------------------------------------------------------
 
 
@@ -309,6 +421,19 @@ def test_without_peft_the_message_says_how_to_install_it(settings, monkeypatch):
 def test_a_layer_that_cannot_have_an_adapter_is_refused(settings, target, hint):
     with pytest.raises(UserError, match=f"lora_targets: '{target}' is no linear layer.*{hint}"):
         Actor(settings(model={"lora_targets": ["q_proj", target]}))
+
+
+@pytest.mark.parametrize(
+    ("model", "rollout", "message"),
+    [
+        ({"lora_rank": 8}, {"engine": "native"}, "rollout.engine = 'native' and model.lora_rank = 8"),
+        ({}, {"engine": "vllm"}, "rollout.engine = 'vllm' and model.lora_rank = 0"),
+        ({"lora_rank": 8}, {"engine": "vllm", "sleep": 2}, "no sync brings them back; take rollout.sleep = 1"),
+    ],
+)
+def test_where_the_adapter_cannot_be_sent_alone(model, rollout, message):
+    with pytest.raises(UserError, match=message):
+        Config(model=model, rollout=rollout | {"lora": "adapter"})
 
 
 def test_one_layer_may_be_named(settings):

@@ -103,6 +103,9 @@ class Rollout(Section):
     sleep: Literal[0, 1, 2] = Field(
         0, description="What vllm frees of its GPU while the roles train: nothing, all but a copy in host memory, all"
     )
+    lora: Literal["merged", "adapter"] = Field(
+        "merged", description="What of LoRA is sent to vllm: weights with the adapter in them, or the adapter alone"
+    )
 
 
 # What each name sets, where the configuration does not; everything else is at the field's own default.
@@ -357,6 +360,16 @@ class Config(Section):
             raise ValueError(
                 f"rollout.sleep = {rollout.sleep} is for engines with weights of their own "
                 f"({', '.join(SEPARATE_ENGINES)}), not {rollout.engine!r}"
+            )
+        if rollout.lora == "adapter" and (rollout.engine != "vllm" or self.model.lora_rank == 0):
+            raise ValueError(
+                "rollout.lora = 'adapter' sends vllm what model.lora_rank trains, but rollout.engine = "
+                f"{rollout.engine!r} and model.lora_rank = {self.model.lora_rank}"
+            )
+        if rollout.lora == "adapter" and rollout.sleep == 2:
+            raise ValueError(
+                "rollout.sleep = 2 drops vllm's weights, and with rollout.lora = 'adapter' no sync brings them back; "
+                "take rollout.sleep = 1"
             )
         return self
 

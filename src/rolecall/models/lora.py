@@ -72,6 +72,13 @@ def merged(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[
         yield name.replace(".base_layer.", "."), tensor
 
 
+def adapter(handle: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors A and B of what ``add`` returned, under the names of peft's files."""
+    from peft import get_peft_model_state_dict
+
+    yield from get_peft_model_state_dict(handle, save_embedding_layers=False).items()
+
+
 def identity(config: configuration.Model) -> dict[str, Any]:
     """What trained parameters belong to: those of another adapter, or for another frozen model, do not fit here."""
     if config.lora_rank == 0:

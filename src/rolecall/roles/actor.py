@@ -100,8 +100,11 @@ class Actor(Trained):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """What an engine in another process is to have: each parameter under its Hugging Face name, tied ones once.
 
-        With LoRA adapters they are merged into the weights, one tensor at a time as it is asked for.
+        With LoRA adapters they are merged into the weights, one tensor at a time as it is asked for; or with
+        ``rollout.lora = "adapter"`` it is the adapter's tensors under peft's names.
         """
+        if self.config.rollout.lora == "adapter":
+            return lora.adapter(self.adapter)
         return lora.merged(self.loaded.model, self.loaded.model.named_parameters())
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -112,7 +115,7 @@ class Actor(Trained):
         model: Any = self.loaded.model
         buffers = dict(model.named_buffers())
         # On the host, so that the merged weights are never all on the GPU beside the others.
-        state = {name: tensor.cpu() for name, tensor in self.weights()}
+        state = {name: tensor.cpu() for name, tensor in lora.merged(model, model.named_parameters())}
         state |= {name: tensor for name, tensor in model.state_dict().items() if name in buffers}
         with atomic_folder(folder) as new:
             model.save_pretrained(new, state_dict=state)
