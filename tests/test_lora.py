@@ -27,6 +27,7 @@ from rolecall.roles.reference import Reference
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Request, Sampling
 from rolecall.sync.buckets import plan
+from rolecall.training.optimizer import bytes_to_train
 from training_samples import gradients, plain_logprobs, uneven
 from vllm_here import vllm_here
 
@@ -149,20 +150,22 @@ def test_the_saved_model_gives_the_adapters_logprobs(settings, tiny_path, tmp_pa
 # Training. ---------------------------------------------------------------------------------------------------------
 
 
-def test_only_the_adapters_have_gradients_and_move(settings):
-    actor = Actor(settings())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_only_the_adapters_have_gradients_and_move(settings, dtype):
+    actor = Actor(settings(model={"dtype": dtype}))
     before, base = {name: p.detach().clone() for name, p in actor.weights()}, frozen(actor)
     actor.update(uneven())
-    trained = [name for name, p in actor.module.named_parameters() if p.requires_grad]
+    trained = {name: p for name, p in actor.module.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 2 * len(LINEAR)  # A and B, two layers
-    assert all(
-        ".lora_" in name and p.dtype == torch.float32 for name, p in actor.module.named_parameters() if p.requires_grad
-    )
+    assert all(".lora_" in name and p.dtype == torch.float32 for name, p in trained.items())
     assert all(torch.equal(tensor, base[name]) for name, tensor in frozen(actor).items())
     moved = {name for name, tensor in actor.weights() if not torch.equal(tensor, before[name])}
     assert moved == {name for name in before if name.split(".")[-2] in LINEAR}
-    assert len(actor.optimizer.state_dict()["adam"]["state"]) == len(trained)
-    assert actor.optimizer.state_dict()["masters"] == []  # also where the base is bfloat16: they are FP32 themselves
+    state = actor.optimizer.state_dict()
+    assert len(state["adam"]["state"]) == len(trained) and state["masters"] == []
+    size = sum(p.nbytes for p in trained.values())
+    moments = [state["adam"]["state"][i][name] for i in range(len(trained)) for name in ("exp_avg", "exp_avg_sq")]
+    assert sum(tensor.nbytes for tensor in moments) + size == bytes_to_train(actor.module) == 3 * size  # with gradients
 
 
 def test_gradients_are_the_same_packed_or_one_by_one_and_recomputed(settings):
