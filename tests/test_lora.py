@@ -55,7 +55,7 @@ def merged_model(actor: Actor) -> LlamaForCausalLM:
     """A model without adapters that computes what the Actor does."""
     config: Any = actor.loaded.model.config
     model = LlamaForCausalLM(config)
-    weights = lora.merged(actor.loaded.model, actor.loaded.model.named_parameters())
+    weights = lora.merged(actor.loaded.model)
     model.load_state_dict({name: tensor.clone() for name, tensor in weights})
     return model.eval()
 
@@ -85,7 +85,7 @@ def test_the_merged_weight_by_hand(dtype):
         layer.weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         layer.lora_A.default.weight.copy_(torch.tensor([[1.0, -1.0]]))
         layer.lora_B.default.weight.copy_(torch.tensor([[0.5], [2.0]]))
-    merged = dict(lora.merged(model, model.named_parameters()))
+    merged = dict(lora.merged(model))
     assert list(merged) == list(before)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(merged.pop(name), torch.tensor([[2.0, 1.0], [7.0, 0.0]], dtype=dtype))
@@ -104,7 +104,7 @@ def test_the_sum_is_rounded_once():
         layer.weight.fill_(1.0)
         layer.lora_A.default.weight.fill_(1.0)
         layer.lora_B.default.weight.fill_(2**-8)
-    merged = dict(lora.merged(model, model.named_parameters()))
+    merged = dict(lora.merged(model))
     assert merged["model.layers.0.mlp.up_proj.weight"].item() == 1 + 2**-7
 
 

@@ -4,7 +4,7 @@ A layer computes ``W x + (alpha / rank) B A x``. A is drawn at random and B is 0
 """
 
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,17 +52,15 @@ def add(model: nn.Module, config: configuration.Model, seed: int) -> Any:
 
 
 @torch.no_grad()
-def merged(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a model that ``add`` has changed as those of a model without adapter that computes the same.
-
-    Args:
-        tensors: names and values, such as ``model.named_parameters()``.
+def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model without adapter that computes what this one does, tied ones once.
 
     Yields:
         names as they were before ``add``; ``W + (alpha / rank) B A``, summed in FP32 and rounded to W's type, where
-        there is an adapter, and else the tensor itself. One at a time: nothing in the model changes or grows.
+        there is an adapter, and else the parameter itself. One at a time: nothing in the model changes or grows.
     """
-    for name, tensor in tensors:
+    tensor: Tensor
+    for name, tensor in model.named_parameters():
         if ".lora_" in name:
             continue
         layer, _, leaf = name.partition(".base_layer.")

@@ -105,7 +105,7 @@ class Actor(Trained):
         """
         if self.config.rollout.lora == "adapter":
             return lora.adapter(self.adapter)
-        return lora.merged(self.loaded.model, self.loaded.model.named_parameters())
+        return lora.merged(self.loaded.model)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer as a Hugging Face folder, whole or not at all.
@@ -115,7 +115,7 @@ class Actor(Trained):
         model: Any = self.loaded.model
         buffers = dict(model.named_buffers())
         # On the host, so that the merged weights are never all on the GPU beside the others.
-        state = {name: tensor.cpu() for name, tensor in lora.merged(model, model.named_parameters())}
+        state = {name: tensor.cpu() for name, tensor in lora.merged(model)}
         state |= {name: tensor for name, tensor in model.state_dict().items() if name in buffers}
         with atomic_folder(folder) as new:
             model.save_pretrained(new, state_dict=state)
