@@ -1,13 +1,13 @@
 """One suite for every engine, behind the Rollout as a run uses it: the same requests, against plain forward passes."""
 
 import importlib.util
-import os
 import random
 import statistics
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from rolecall.models.tiny import VOCABULARY, make
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Request, Sample, Sampling
 from rolecall.sync.ends import Link, Sender
+from vllm_here import vllm_here
 
 ENGINES = ["native", "transformers", "vllm"]
 CONTEXT, MOST = 256, 24  # tokens; sequences at once
@@ -92,19 +93,9 @@ def config(folder: Path, engine: str, **model: Any) -> Config:
 
 @pytest.fixture(scope="module", params=ENGINES)
 def started(request: pytest.FixtureRequest, folder: Path) -> Iterator[Rollout]:
-    if request.param == "vllm" and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed (docs/engines.md)")
-    environment, threads = dict(os.environ), torch.set_num_threads
-    rollout = Rollout(config(folder, request.param))
-    yield rollout
-    if request.param == "vllm":  # which has made itself at home in this process
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        rollout.engine.close()
-        cleanup_dist_env_and_memory()
-        torch.set_num_threads = threads
-        os.environ.clear()
-        os.environ.update(environment)
+    settings = config(folder, request.param)
+    with vllm_here(settings) if request.param == "vllm" else nullcontext(Rollout(settings)) as rollout:
+        yield rollout
 
 
 @pytest.fixture

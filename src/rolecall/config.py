@@ -48,6 +48,11 @@ class Model(Section):
         description="Of the weights that compute (masters are FP32); auto: bfloat16 on a GPU from 0.3B parameters on",
     )
     chat_template: str | None = Field(None, description="Jinja file that replaces the model's own chat template")
+    lora_rank: int = Field(0, ge=0, description="Train LoRA adapters of this rank, see docs/lora.md; 0: all weights")
+    lora_alpha: int = Field(32, gt=0, description="LoRA: adapters count lora_alpha / lora_rank times")
+    lora_targets: list[str] = Field(
+        [], description="LoRA: names of the layers, such as q_proj; empty: all linear ones but the output embedding"
+    )
 
 
 class Data(Section):
@@ -97,6 +102,9 @@ class Rollout(Section):
     max_sequences: int = Field(256, ge=1, description="Sequences decoded at once; the rest wait")
     sleep: Literal[0, 1, 2] = Field(
         0, description="What vllm frees of its GPU while the roles train: nothing, all but a copy in host memory, all"
+    )
+    lora: Literal["merged", "adapter"] = Field(
+        "merged", description="What of LoRA is sent to vllm: weights with the adapter in them, or the adapter alone"
     )
 
 
@@ -352,6 +360,16 @@ class Config(Section):
             raise ValueError(
                 f"rollout.sleep = {rollout.sleep} is for engines with weights of their own "
                 f"({', '.join(SEPARATE_ENGINES)}), not {rollout.engine!r}"
+            )
+        if rollout.lora == "adapter" and (rollout.engine != "vllm" or self.model.lora_rank == 0):
+            raise ValueError(
+                "rollout.lora = 'adapter' sends vllm what model.lora_rank trains, but rollout.engine = "
+                f"{rollout.engine!r} and model.lora_rank = {self.model.lora_rank}"
+            )
+        if rollout.lora == "adapter" and rollout.sleep == 2:
+            raise ValueError(
+                "rollout.sleep = 2 drops vllm's weights, and with rollout.lora = 'adapter' no sync brings them back; "
+                "take rollout.sleep = 1"
             )
         return self
 

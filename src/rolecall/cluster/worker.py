@@ -64,11 +64,12 @@ class Worker:
         }
 
     def build(self, config: Config, classes: dict[str, str]) -> None:
-        """Make the roles in the order given; a Rollout works on the Actor's own model where both live here."""
+        """Make the roles in the order given; those that can work on the Actor's own model get it if it lives here."""
         for role, where in classes.items():
             module, name = where.split(":")
             make = getattr(importlib.import_module(module), name)
-            self.roles[role] = make(config, self.roles.get("actor")) if role == "rollout" else make(config)
+            shares = role in ("rollout", "reference")
+            self.roles[role] = make(config, self.roles.get("actor")) if shares else make(config)
 
     def call(self, role: str, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``role.method(*args)``, or ``method(role, *args)`` for a function."""

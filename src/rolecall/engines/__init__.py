@@ -23,6 +23,10 @@ def launch(config: Config, loaded: Loaded | None = None) -> Engine:
         UserError: no engine of that name, not installed, or a model that it cannot take.
     """
     rollout = config.rollout
+    if rollout.lora == "adapter":
+        from rolecall.engines.vllm_lora import VLLMAdapterEngine
+
+        return VLLMAdapterEngine(config)
     if rollout.engine in SEPARATE_ENGINES:
         from rolecall.engines.vllm import VLLMEngine
 

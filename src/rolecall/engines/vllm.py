@@ -38,6 +38,8 @@ class VLLMEngine:
     a response is decided by the same code as in the other engines. Calls may come from several threads.
     """
 
+    lora: Any = None  # vLLM's LoRARequest that every response is generated with
+
     def __init__(self, config: Config):
         if importlib.util.find_spec("vllm") is None:
             raise UserError(f"rollout.engine = 'vllm': vLLM is not installed. Install it: {INSTALL}.")
@@ -164,7 +166,7 @@ class VLLMEngine:
             output_kind=RequestOutputKind.DELTA,
         )
         name = str(next(self._ids))
-        self.llm.add_request(name, {"prompt_token_ids": sequence.request.prompt}, params)
+        self.llm.add_request(name, {"prompt_token_ids": sequence.request.prompt}, params, lora_request=self.lora)
         self._running[name] = sequence
         return name
 
@@ -228,6 +230,8 @@ def _start(config: Config, outline: Any, device: torch.device, longest: int) -> 
             max_num_batched_tokens=max(longest, PREFILL_TOKENS) if on_cpu else None,
             enable_sleep_mode=rollout.sleep > 0 and not on_cpu,
             enforce_eager=on_cpu,
+            enable_lora=rollout.lora == "adapter",
+            max_lora_rank=max(8, 1 << (config.model.lora_rank - 1).bit_length()),  # vLLM takes powers of two
             worker_extension_cls="rolecall.engines.vllm_worker.WeightReceiver",
             disable_log_stats=True,
             use_tqdm_on_load=False,

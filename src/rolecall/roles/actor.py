@@ -10,6 +10,7 @@ from torch import Tensor
 from rolecall import models
 from rolecall.config import Config
 from rolecall.files import atomic_folder
+from rolecall.models import lora
 from rolecall.samples import Sample
 from rolecall.sync.ends import Sender
 from rolecall.training.logprobs import policy_logprobs, sample_logprobs
@@ -22,17 +23,15 @@ class Actor(Trained):
     """The policy, its optimizer and its objective.
 
     ``loaded`` is the model itself: a rollout engine in the same process generates from these very weights.
+    ``adapter`` is peft's handle to what LoRA trains of it, or None.
     """
 
     def __init__(self, config: Config):
         loaded = models.load(config.model, models.device())
+        self.adapter = lora.add(loaded.model, config.model, config.run.seed) if config.model.lora_rank else None
         waits = config.critic.warmup_only if "critic" in config.roles else 0
         super().__init__(config, config.actor, loaded, loaded.model, waits)
         self.sender: Sender | None = None  # where a sync has opened one
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What the rollout engine is to have, under Hugging Face names, in one order for ever; tied tensors once."""
-        return self.loaded.model.named_parameters()
 
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
         """Log-probability of each response token under the present weights, at the sampling temperature."""
@@ -100,12 +99,31 @@ class Actor(Trained):
         """Most memory that this process (so all roles of its pool) has held, in GiB."""
         return models.peak_memory(self.device) / 2**30
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What an engine in another process is to have: each parameter under its Hugging Face name, tied ones once.
+
+        With LoRA adapters they are merged into the weights, one tensor at a time as it is asked for; or with
+        ``rollout.lora = "adapter"`` it is the adapter's tensors under peft's names.
+        """
+        if self.config.rollout.lora == "adapter":
+            return lora.adapter(self.adapter)
+        return lora.merged(self.loaded.model)
+
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write model and tokenizer as a Hugging Face folder, whole or not at all."""
+        """Write model and tokenizer as a Hugging Face folder, whole or not at all.
+
+        With LoRA it is the merged model, which needs no peft; its ``adapter/`` holds the adapter as peft loads it.
+        """
         model: Any = self.loaded.model
+        buffers = dict(model.named_buffers())
+        # On the host, so that the merged weights are never all on the GPU beside the others.
+        state = {name: tensor.cpu() for name, tensor in lora.merged(model)}
+        state |= {name: tensor for name, tensor in model.state_dict().items() if name in buffers}
         with atomic_folder(folder) as new:
-            model.save_pretrained(new)
+            model.save_pretrained(new, state_dict=state)
             self.loaded.tokenizer.save_pretrained(new)
+            if self.adapter is not None:
+                self.adapter.save_pretrained(str(new / "adapter"), save_embedding_layers=False)
 
 
 def _moves_policy(sample: Sample, always: bool) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from rolecall import models
 from rolecall.algorithms import explained_variance, masked_mean, value_loss
 from rolecall.config import Config
+from rolecall.models import lora
 from rolecall.samples import Sample
 from rolecall.training.logprobs import in_sample_order, response_hidden
 from rolecall.training.packing import MicroBatch, per_token
@@ -19,12 +20,14 @@ class Critic(Trained):
     """The policy's architecture and first weights, with a scalar head in place of the output embedding.
 
     A token's value is read from the position that predicts it, so it knows the tokens before, not the token itself.
-    The head starts at zero: the first values are exactly 0.
+    The head starts at zero: the first values are exactly 0. Where the policy is trained by LoRA, so is the backbone.
     """
 
     def __init__(self, config: Config):
         loaded = models.load(config.model, models.device())
         model: Any = loaded.model
+        if config.model.lora_rank:
+            lora.add(model, config.model, config.run.seed)
         self._head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device, dtype=torch.float32)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)

@@ -1,19 +1,34 @@
 """The Reference: the policy as it was before training, frozen, for the KL term."""
 
+from contextlib import nullcontext
+
 from rolecall import models
 from rolecall.config import Config
+from rolecall.roles.actor import Actor
 from rolecall.samples import Sample
 from rolecall.training.logprobs import sample_logprobs
 
 
 class Reference:
-    """The configured model as loaded; nothing here changes its weights."""
+    """The configured model as loaded; nothing here changes its weights.
 
-    def __init__(self, config: Config):
+    Args:
+        config: the run's.
+        actor: of the same process, if any: where it trains a LoRA adapter, its model without the adapter is the
+            Reference, and there is no second one.
+    """
+
+    def __init__(self, config: Config, actor: Actor | None = None):
         self.config = config
-        self._loaded = models.load(config.model, models.device())
-        self._loaded.model.requires_grad_(False)
+        self._adapter = actor.adapter if actor else None
+        if actor and actor.adapter:
+            self._loaded = actor.loaded
+        else:
+            self._loaded = models.load(config.model, models.device())
+            self._loaded.model.requires_grad_(False)
 
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
         """Log-probability of each response token, at the temperature that the Actor samples and trains at."""
-        return sample_logprobs(self._loaded, samples, self.config.rollout.temperature, self.config.actor.micro_tokens)
+        rollout, budget = self.config.rollout, self.config.actor.micro_tokens
+        with self._adapter.disable_adapter() if self._adapter else nullcontext():
+            return sample_logprobs(self._loaded, samples, rollout.temperature, budget)

@@ -98,8 +98,12 @@ class Optimizer:
 
 
 def bytes_to_train(model: nn.Module) -> int:
-    """Bytes that training adds to the weights: FP32 gradients and Adam's two moments, and masters where needed."""
-    return sum(parameter.numel() * (12 if parameter.dtype == torch.float32 else 16) for parameter in model.parameters())
+    """Bytes that training adds to the weights: FP32 gradients and Adam's two moments, and masters where needed.
+
+    Only parameters that require a gradient take any.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return sum(parameter.numel() * (12 if parameter.dtype == torch.float32 else 16) for parameter in trained)
 
 
 def _master(weight: nn.Parameter) -> Tensor:

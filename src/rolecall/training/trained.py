@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from rolecall import config as configuration
 from rolecall import models
 from rolecall.config import Config
-from rolecall.models import Loaded
+from rolecall.errors import UserError
+from rolecall.models import Loaded, lora
 from rolecall.samples import Sample, by_group
 from rolecall.training import checkpoint
 from rolecall.training.optimizer import Optimizer, bytes_to_train
@@ -48,7 +49,8 @@ class Trained:
         config: the run's.
         settings: the section for this role's optimizer and mini-batches.
         loaded: the model that micro-batches are made for.
-        module: what is trained and saved (that model, or its backbone with another head).
+        module: what is trained and saved (that model, or its backbone with another head): those of its parameters
+            that require a gradient.
         waits: first steps of the run that do not update this role.
 
     Raises:
@@ -134,24 +136,50 @@ class Trained:
                 layer.training = False
 
     def save(self, folder: str | Path) -> None:
-        """Write all state into ``folder``: weights (tied ones once), optimizer, counters and random generators."""
+        """Write all state into ``folder``: trained weights (tied ones once), optimizer, counters, random generators."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        safetensors.torch.save_model(self.module, str(folder / "weights.safetensors"))
-        state = {"optimizer": self.optimizer.state_dict(), "updates": self.updates, "rng": checkpoint.rng_state()}
+        weights = {name: parameter.detach().contiguous() for name, parameter in self._trained_parameters()}
+        safetensors.torch.save_file(weights, folder / "weights.safetensors")
+        state = {
+            "model": lora.identity(self.config.model),
+            "optimizer": self.optimizer.state_dict(),
+            "updates": self.updates,
+            "rng": checkpoint.rng_state(),
+        }
         torch.save(state, folder / "state.pt")
 
     def load(self, folder: str | Path) -> None:
         """Continue exactly where ``save`` was called. Weights change in place: an engine that shares them follows.
 
         (On a GPU later steps are bit for bit the same only under ``torch.use_deterministic_algorithms``.)
+
+        Raises:
+            UserError: the checkpoint's weights are an adapter that this model does not have, or it has one, they none.
         """
         folder = Path(folder)
-        safetensors.torch.load_model(self.module, folder / "weights.safetensors", device=str(self.device))
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        if state["model"] != (configured := lora.identity(self.config.model)):
+            raise UserError(
+                f"{folder} was trained with {_fields(state['model'])}: it cannot be resumed with "
+                f"{_fields(configured)}. Leave these as they were, or start a new run from its model "
+                "(--model.path RUN/model)."
+            )
+        weights = safetensors.torch.load_file(folder / "weights.safetensors", device=str(self.device))
+        with torch.no_grad():
+            for name, parameter in self._trained_parameters():
+                parameter.copy_(weights[name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
         checkpoint.set_rng_state(state["rng"])
+
+    def _trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        named = self.module.named_parameters()
+        return ((name, parameter) for name, parameter in named if parameter.requires_grad)
+
+
+def _fields(model: dict[str, Any]) -> str:
+    return ", ".join(f"model.{name} = {value!r}" for name, value in model.items())
 
 
 def combine(parts: Sequence[Mapping[str, float | Tensor]], weights: Sequence[float] | None = None) -> Metrics:
