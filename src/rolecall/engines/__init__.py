@@ -23,10 +23,14 @@ def launch(config: Config, loaded: Loaded | None = None) -> Engine:
         UserError: no engine of that name, not installed, or a model that it cannot take.
     """
     rollout = config.rollout
-    if rollout.engine in SEPARATE_ENGINES:
+    if rollout.engine == "vllm":
         from rolecall.engines.vllm import VLLMEngine
 
         return VLLMEngine(config)
+    if rollout.engine == "sglang":
+        from rolecall.engines.sglang import SGLangEngine
+
+        return SGLangEngine(config)
     loaded = loaded or models.load(config.model, models.device())
     return create(rollout.engine, loaded, rollout.max_sequences)
 
