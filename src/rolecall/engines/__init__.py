@@ -27,10 +27,14 @@ def launch(config: Config, loaded: Loaded | None = None) -> Engine:
         from rolecall.engines.vllm_lora import VLLMAdapterEngine
 
         return VLLMAdapterEngine(config)
-    if rollout.engine in SEPARATE_ENGINES:
+    if rollout.engine == "vllm":
         from rolecall.engines.vllm import VLLMEngine
 
         return VLLMEngine(config)
+    if rollout.engine == "sglang":
+        from rolecall.engines.sglang import SGLangEngine
+
+        return SGLangEngine(config)
     loaded = loaded or models.load(config.model, models.device())
     return create(rollout.engine, loaded, rollout.max_sequences)
 

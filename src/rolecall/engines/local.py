@@ -75,3 +75,11 @@ def check_entries(model: nn.Module, entries: list[Entry]) -> None:
             f"Weight sync: {len(missing)} of {len(own)} parameters were not sent ({', '.join(missing[:3])}, ...); "
             "nothing was written."
         )
+
+
+def names_of_one(model: nn.Module) -> dict[str, list[str]]:
+    """Each parameter's name -> all names of it, the first one that the model gives it in front."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: group for group in names.values() for name in group}

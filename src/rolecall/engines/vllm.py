@@ -19,10 +19,10 @@ from torch import Tensor
 
 from rolecall import models
 from rolecall.config import Config
-from rolecall.engines.local import check_entries
+from rolecall.engines.cache import cache_tokens, head_size, token_bytes
+from rolecall.engines.local import check_entries, names_of_one
 from rolecall.engines.sequence import Endings, Sequence
 from rolecall.errors import RunError, UserError
-from rolecall.models.load import free_memory
 from rolecall.samples import Request, Sample
 from rolecall.sync.buckets import Entry
 
@@ -51,7 +51,7 @@ class VLLMEngine:
         longest = config.data.max_prompt_tokens + config.rollout.max_tokens
         self.endings.context = min(longest, self.endings.context or longest)
         self.llm = _start(config, self.outline, self.device, self.endings.context)
-        self._names = _names_of_one(self.outline)
+        self._names = names_of_one(self.outline)  # vLLM keeps tied ones apart while it loads
         self._running: dict[str, Sequence] = {}
         self._ids = itertools.count()
         self._lock, self._next = threading.Lock(), threading.Lock()  # held while vLLM is called; while waiting for it
@@ -211,8 +211,9 @@ def _start(config: Config, outline: Any, device: torch.device, longest: int) -> 
     from vllm.v1.engine.llm_engine import LLMEngine
 
     if on_cpu:
-        _check_head_size(config.model.path, _head_size(outline))
+        _check_head_size(config.model.path, head_size(outline))
     dtype: Any = str(outline.dtype).removeprefix("torch.")
+    cache = cache_tokens(outline, longest, rollout.max_sequences, device, block=BLOCK, engine="vLLM")
     try:
         arguments = EngineArgs(
             model=models.resolve(config.model.path),
@@ -223,7 +224,7 @@ def _start(config: Config, outline: Any, device: torch.device, longest: int) -> 
             max_model_len=longest,
             max_num_seqs=rollout.max_sequences,
             gpu_memory_utilization=0.9 if on_cpu else 0.01,  # sizes nothing here, and vLLM wants so much free at first
-            kv_cache_memory_bytes=_cache_bytes(outline, longest, rollout.max_sequences, device),
+            kv_cache_memory_bytes=cache * token_bytes(outline),
             enable_prefix_caching=True,
             # A prompt in parts takes back the draws of all parts but the last, which torch cannot on a CPU.
             enable_chunked_prefill=not on_cpu,
@@ -245,22 +246,6 @@ def _start(config: Config, outline: Any, device: torch.device, longest: int) -> 
         raise UserError(f"rollout.engine: vLLM does not take the model {config.model.path!r}: {why:.300}") from error
 
 
-def _cache_bytes(outline: Any, longest: int, sequences: int, device: torch.device) -> int:
-    """Room for keys and values of ``sequences`` of the greatest length, within half of the memory that is free.
-
-    With less than that for all, vLLM lets some wait.
-
-    Raises:
-        UserError: there is no room for one.
-    """
-    shape = outline.config.get_text_config()
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    block = 2 * shape.num_hidden_layers * heads * _head_size(outline) * outline.dtype.itemsize * BLOCK
-    one, spare = -(-longest // BLOCK) * block, block  # vLLM keeps a block for itself
-    models.check_memory(one + spare, f"a response of {longest} tokens (with its prompt) in vLLM's cache", device)
-    return max(one + spare, min(one * sequences + spare, free_memory(device) // 2))
-
-
 def _check_head_size(path: str, size: int) -> None:
     """vLLM starts on a CPU with any size, and fails at its first step."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -270,16 +255,3 @@ def _check_head_size(path: str, size: int) -> None:
             f"rollout.engine: vLLM on a CPU does not take the model {path!r}: its attention heads have size {size}, "
             f"not one of {sizes}. Use --rollout.engine native."
         )
-
-
-def _head_size(outline: Any) -> int:
-    shape = outline.config.get_text_config()
-    return getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-
-
-def _names_of_one(outline: Any) -> dict[str, list[str]]:
-    """Each parameter's name -> all names of it. vLLM keeps tied ones apart while it loads."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in outline.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name: group for group in names.values() for name in group}
