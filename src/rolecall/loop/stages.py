@@ -2,6 +2,7 @@
 
 import statistics
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ def update(context: Context, samples: list[Sample], step: int) -> Metrics:
 
 def synchronise(context: Context, step: int) -> Metrics:
     """Stage 6: the Actor's parameters reach the engine, verified; their version is the number of finished steps."""
-    return sync.sync(context.roles, version=step)
+    return context.roles.rollout.synchronise(partial(sync.sync, context.roles, version=step))
 
 
 def actor_waits(context: Context, step: int) -> bool:

@@ -17,7 +17,7 @@ def sync(roles: Roles, version: int) -> dict[str, float]:
     """Make the engine generate from the Actor's present weights, and check that it does.
 
     Args:
-        roles: Actor and Rollout; whether they share a process decides how the weights travel.
+        roles: Actor and Rollout; whether they share a process decides how the weights travel. All replicas get them.
         version: that the engine's weights get.
 
     Returns:
@@ -27,11 +27,12 @@ def sync(roles: Roles, version: int) -> dict[str, float]:
         RunError: the engine does not have the Actor's weights, every parameter exactly. It keeps the old ones, or if
             some were overwritten already, it refuses to generate until a sync has gone through.
     """
-    if roles.actor.process is roles.rollout.process:
-        moved = shared.sync(roles.actor, roles.rollout, version)
+    rollouts = roles.rollout.handles
+    if roles.actor.process is rollouts[0].process:
+        moved = shared.sync(roles.actor, rollouts[0], version)
     else:
         # An engine that has slept on the Actor's GPU takes memory back in this order, so that weights find room first.
         roles.rollout.wake("weights")
-        moved = host.sync(roles.actor, roles.rollout, version)
+        moved = host.sync(roles.actor, rollouts, version)
         roles.rollout.wake("kv_cache")
     return {"sync/bytes": moved, "sync/version": version}

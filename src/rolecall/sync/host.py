@@ -1,4 +1,4 @@
-"""From the Actor's process to the engine's through host memory, bucket by bucket.
+"""From the Actor's process to the engines' through host memory, bucket by bucket.
 
 Buckets are handed from process to process as references: on one node they are shared memory, between nodes they are
 sent once, and the driver never holds them. While the engine takes one, the Actor packs the next; no more wait.
@@ -16,19 +16,26 @@ if TYPE_CHECKING:
 IN_FLIGHT = 2  # buckets: one is written while the other is packed
 
 
-def sync(actor: Handle, rollout: Handle, version: int, limit: int = BUCKET_BYTES) -> int:
-    """See ``rolecall.sync.sync``; returns the bytes moved. ``limit``: bytes of a bucket."""
+def sync(actor: Handle, rollouts: list[Handle], version: int, limit: int = BUCKET_BYTES) -> int:
+    """See ``rolecall.sync.sync``; returns the bytes exported. ``limit``: bytes of a bucket, which all engines get."""
     buckets = actor.start(describe, limit).result()
-    rollout.start_update([entry for entries in buckets for entry in entries], version)
-    written: list[Any] = []
+    announced = [entry for entries in buckets for entry in entries]
+    _finish([rollout.start("start_update", announced, version) for rollout in rollouts])
+    written: list[list[Any]] = []
     for number, entries in enumerate(buckets):
         if number >= IN_FLIGHT:
-            written[number - IN_FLIGHT].result()
-        written.append(rollout.start("write", actor.start(export, entries)))
-    for write in written[-IN_FLIGHT:]:
-        write.result()
-    rollout.finish_update()
-    return sum(entry.nbytes for entries in buckets for entry in entries)
+            _finish(written[number - IN_FLIGHT])
+        bucket = actor.start(export, entries)
+        written.append([rollout.start("write", bucket) for rollout in rollouts])
+    for writes in written[-IN_FLIGHT:]:
+        _finish(writes)
+    _finish([rollout.start("finish_update") for rollout in rollouts])
+    return sum(entry.nbytes for entry in announced)
+
+
+def _finish(calls: list[Any]) -> None:
+    for call in calls:
+        call.result()
 
 
 def describe(actor: Any, limit: int) -> list[tuple[Entry, ...]]:
