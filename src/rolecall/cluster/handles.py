@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -20,7 +20,7 @@ class Process:
 
     pool: str
     roles: list[str]
-    launch: Callable[..., Any]  # starts a Worker in the pool's place; the (node, pid) that it replaces may be given
+    launch: Callable[..., Any] = field(repr=False)  # starts a Worker there; may be told (node, pid) of the one before
     worker: Any  # the Ray actor handle that it returned
     node: str = "a node that has not answered yet"
     actor_id: str = ""

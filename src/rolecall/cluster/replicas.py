@@ -60,7 +60,7 @@ class Replicas:
             try:
                 self._ask(requests, answers)
             except ProcessDied as death:
-                self._synchronise(death)
+                self._synchronise(self._to_restart(death))
         self._in_a_row.clear()
         return [sample for position in range(len(requests)) for sample in answers[position]]
 
@@ -107,18 +107,18 @@ class Replicas:
         if death:
             raise death
 
-    def _synchronise(self, death: ProcessDied | None = None) -> Metrics:
-        """The last sync, after a restart of the process that died, and again as long as one dies meanwhile."""
+    def _synchronise(self, dead: Process | None = None) -> Metrics:
+        """The last sync, after a restart of the process that is dead, and again as long as one dies meanwhile."""
         while True:
             try:
-                if death:
-                    self._replace(death)
+                if dead:
+                    self._restart(dead)
                 return self._sync()
-            except ProcessDied as another:
-                death = another
+            except ProcessDied as death:
+                dead = self._to_restart(death)
 
-    def _replace(self, death: ProcessDied) -> None:
-        """Start the process that died again.
+    def _to_restart(self, death: ProcessDied) -> Process:
+        """The process that died, which is counted and reported.
 
         Raises:
             ProcessDied: the same, if what was in training there is lost, or if it is none of the Rollout's.
@@ -137,7 +137,7 @@ class Replicas:
         self._in_a_row[process.pool] += 1
         self._restarts += 1
         warnings.warn(f"{death.happened} It is started again.", stacklevel=2)
-        self._restart(process)
+        return process
 
 
 def held_version(rollout: Any) -> int:
