@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ def _two_processes(config: Config, gpus: int) -> Iterator[tuple[Handle, Handle]]
     handles = []
     for role, where in (("actor", "benchmarks.sync:Source"), ("rollout", CLASSES["rollout"])):
         remote: Any = ray.remote(num_cpus=0, num_gpus=min(1.0, gpus / 2))(Worker)
-        process = Process(role, [role], remote.remote(role, 0, False, (str(Path.cwd()), [str(Path.cwd())])))
+        launch = partial(remote.remote, role, 0, False, (str(Path.cwd()), [str(Path.cwd())]))
+        process = Process(role, [role], launch, launch())
         vars(process).update(ray.get(process.worker.place.remote()))
         ray.get(process.worker.build.remote(config, {role: where}))
         handles.append(Handle(role, process, TIMEOUT, ""))

@@ -126,9 +126,9 @@ def test_a_ray_of_its_own_starts_and_ends_with_the_run(tmp_path, monkeypatch):
         "score": {"roles": ["reward"]},
     }
     with spawn(settings("", pools=pools)) as roles:
-        actor, rollout, reward = roles.actor.seen(), roles.rollout.seen(), roles.reward.seen()
+        actor, rollout, reward = roles.actor.seen(), roles.rollout.handles[0].seen(), roles.reward.seen()
         assert actor["pid"] == rollout["pid"] == roles.critic.seen()["pid"] == roles.reference.seen()["pid"]
-        assert roles.rollout.shares_the_actors_process()
+        assert roles.rollout.handles[0].shares_the_actors_process()
         assert reward["pid"] not in (actor["pid"], os.getpid())
         assert not reward["torch"]
         assert actor["folder"] == reward["folder"] == str(tmp_path)
@@ -157,11 +157,12 @@ def test_spread_pools_get_a_node_each(address):
         "score": {"roles": ["reward"]},
     }
     with spawn(settings(address, pools=pools, strategy="SPREAD")) as roles:
-        nodes = {name: getattr(roles, name).start(node_id).result() for name in APART}
+        handles = [roles.actor, roles.critic, roles.reference, roles.reward, *roles.rollout.handles]
+        nodes = {handle.role: handle.start(node_id).result() for handle in handles}
         assert len(set(nodes.values())) == 3
         assert nodes["actor"] == nodes["critic"]
         assert nodes["reference"] == nodes["rollout"]
-        assert not roles.rollout.shares_the_actors_process()
+        assert not roles.rollout.handles[0].shares_the_actors_process()
 
 
 def test_a_ray_that_was_there_is_left_alone(address):
@@ -249,10 +250,10 @@ def test_a_vllm_rollout_gets_a_process_of_its_own(address):
         "train-rollout": ["rollout"], "train": ["actor", "critic", "reference"], "score": ["reward"]
     }  # fmt: skip
     with spawn(config) as roles:
-        assert roles.rollout.process.pool == "train-rollout"
-        assert not roles.rollout.shares_the_actors_process()
-        assert roles.rollout.seen()["pid"] != roles.actor.seen()["pid"] == roles.critic.seen()["pid"]
-        assert roles.rollout.seen()["OMP_NUM_THREADS"] == "1"
+        assert roles.rollout.handles[0].process.pool == "train-rollout"
+        assert not roles.rollout.handles[0].shares_the_actors_process()
+        assert roles.rollout.handles[0].seen()["pid"] != roles.actor.seen()["pid"] == roles.critic.seen()["pid"]
+        assert roles.rollout.handles[0].seen()["OMP_NUM_THREADS"] == "1"
 
 
 def test_calls_to_two_pools_run_side_by_side(address, tmp_path):
@@ -271,7 +272,7 @@ def test_a_future_is_handed_on_as_its_value(address):
 def test_a_roles_own_errors_arrive_as_they_are(address):
     with spawn(settings(address, "grpo")) as roles:
         with pytest.raises(UserError) as caught:
-            roles.rollout.refuse()
+            roles.rollout.handles[0].refuse()
         assert str(caught.value) == "rollout.engine: there is no engine 'fast'."
         assert type(caught.value) is UserError
         with pytest.raises(RunError, match=r"^First-step check failed\.$"):
@@ -313,7 +314,7 @@ def test_the_process_that_died_is_named_where_its_value_was_awaited(address):
     with spawn(settings(address, pools=APART)) as roles:
         os.kill(roles.actor.seen()["pid"], signal.SIGKILL)
         with pytest.raises(RunError, match="pool 'actor'"):
-            roles.rollout.echo(roles.actor.start("echo"))
+            roles.rollout.handles[0].echo(roles.actor.start("echo"))
 
 
 def test_a_call_that_hangs_ends_at_its_time_out(address):

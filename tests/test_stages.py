@@ -1,6 +1,7 @@
 """The stages with real roles in this process: what each objective's name does, and DAPO's dynamic sampling."""
 
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from rolecall.algorithms import policy_loss
+from rolecall.cluster import Replicas
 from rolecall.config import PRESETS, Config
 from rolecall.data import Sampler
 from rolecall.errors import RunError, UserError
@@ -39,8 +41,9 @@ class Here:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._role, name)
 
-    def start(self, method: str, *arguments: Any) -> Any:
-        return SimpleNamespace(result=lambda: getattr(self._role, method)(*arguments))
+    def start(self, method: Any, *arguments: Any) -> Any:
+        run = partial(method, self._role) if callable(method) else getattr(self._role, method)
+        return SimpleNamespace(result=partial(run, *arguments))
 
 
 @pytest.fixture
@@ -54,7 +57,7 @@ def context(tiny_path: Path):
         config.check_trainable()
         actor = Actor(config)
         roles = SimpleNamespace(actor=Here(actor), critic=None, reference=None)
-        roles.rollout = Here(Rollout(config, actor))
+        roles.rollout = Replicas([Here(Rollout(config, actor))], restart=None)
         roles.reward = Here(SimpleNamespace(score=reward) if reward else Reward(config))
         if "critic" in config.roles:
             roles.critic = Here(Critic(config))

@@ -329,7 +329,7 @@ class Here:
 
     def __init__(self, role: Any, log: list[str]):
         self.role, self.log = role, log
-        self.process, self.timeout = Process(str(id(role)), [], None, actor_id=str(id(role))), 60.0
+        self.process, self.timeout = Process(str(id(role)), [], print, None, actor_id=str(id(role))), 60.0
 
     def start(self, method: Any, *args: Any) -> "Here.Later":
         return Here.Later(self, method, args)
@@ -369,7 +369,7 @@ def test_no_more_buckets_are_on_their_way_than_there_are_slots(apart, slots):
 
 
 def process(node: str, *gpus: int) -> Process:
-    return Process("pool", [], None, node=node, gpus=gpus)
+    return Process("pool", [], print, None, node=node, gpus=gpus)
 
 
 HOW = {
@@ -408,7 +408,7 @@ def in_two_processes(tiny_path, local_ray):
 
 def through_sync(roles: Roles, **options: Any):
     roles.actor.start(begin_again).result()
-    move = WeightSync(roles.actor, [roles.rollout], **options)
+    move = WeightSync(roles.actor, roles.rollout.handles, **options)
     move(0)
     first = roles.rollout.generate([GREEDY])[0]
     assert first.response == roles.actor.start(greedy).result()
@@ -449,9 +449,9 @@ def test_a_failed_sync_names_itself(in_two_processes):
     roles = in_two_processes
     roles.actor.start(poison).result()
     with pytest.raises(RunError, match=r"no parameter 'extra'"):
-        WeightSync(roles.actor, [roles.rollout])(11)
+        WeightSync(roles.actor, roles.rollout.handles)(11)
     roles.actor.start(cure).result()
-    assert WeightSync(roles.actor, [roles.rollout])(12)["sync/version"] == 12
+    assert WeightSync(roles.actor, roles.rollout.handles)(12)["sync/version"] == 12
 
 
 def poison(actor: Actor) -> None:

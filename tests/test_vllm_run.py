@@ -1,19 +1,30 @@
 """A whole run through Ray with vLLM in a process of its own, next to the Actor's."""
 
 import importlib.util
+import os
+import signal
+from collections import Counter
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 import rolecall
+from rolecall.cluster import worker
 from rolecall.config import Config
+from rolecall.roles.rollout import Rollout
+from rolecall.samples import Request, Sample
+from rolecall.telemetry import logs
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 INSTALLED = importlib.util.find_spec("vllm") is not None
 
 
+needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed (docs/engines.md)")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed (docs/engines.md)")
+@needs_vllm
 def test_learns_the_first_digit_with_vllm(tmp_path, local_ray):
     """One word changed in the recipe. Stale weights, a wrong shift or end would leave the reward at about .05."""
     overrides = {"run.dir": str(tmp_path / "run"), "rollout.engine": "vllm", "rollout.sleep": 1, "run.steps": 90}
@@ -27,3 +38,46 @@ def test_learns_the_first_digit_with_vllm(tmp_path, local_ray):
         assert (line["sync/version"], line["sync/bytes"]) == (step, 4 * parameters)
         if "mismatch/mean" in line:  # not where all groups are flat and nothing was trained on
             assert line["mismatch/mean"] < 1e-4  # float32 in both; the first step is checked by the run itself
+
+
+class KilledOnce(Rollout):
+    """Its process kills itself at the third token of the second step; the one that replaces it does not."""
+
+    def generate(self, requests: list[Request]) -> list[Sample]:
+        killed = Path(self.config.run.dir) / "killed"
+        if self.version == 1 and not killed.exists():
+            step, numbers = self.engine._step, count(1)
+
+            def dying() -> None:
+                if next(numbers) == 3:
+                    killed.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                step()
+
+            self.engine._step = dying
+        return super().generate(requests)
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_vllm_killed_mid_generation_changes_nothing(tmp_path, local_ray, monkeypatch):
+    def run(name: str) -> rolecall.Run:
+        overrides = {
+            "run.dir": str(tmp_path / name), "run.steps": 3, "rollout.engine": "vllm", "rollout.sleep": 1,
+            "rollout.prompts": 4, "rollout.group_size": 4, "data.holdout": 0,
+        }  # fmt: skip
+        return rolecall.train(Config.load(RECIPES / "grpo-tiny.toml", overrides))
+
+    undisturbed = run("undisturbed")
+    monkeypatch.setitem(worker.CLASSES, "rollout", f"{__name__}:KilledOnce")
+    with pytest.warns(
+        UserWarning, match=r"pool 'train-rollout' .* died during rollout\.generate\. It is started again"
+    ):
+        killed = run("killed")
+    assert (killed.dir / "killed").exists()
+    assert [line["rollout/restarts"] for line in killed.metrics] == [0, 1, 0]
+    assert [line["rollout/restarts"] for line in undisturbed.metrics] == [0, 0, 0]
+    samples, wanted = (logs.read(run.dir / logs.SAMPLES) for run in (killed, undisturbed))
+    assert set(Counter((line["step"], line["group_id"]) for line in samples).values()) == {4}  # none lost or doubled
+    assert len({(line["group_id"], line["index"]) for line in samples}) == len(samples) == 3 * 4 * 4
+    assert samples == wanted

@@ -100,6 +100,9 @@ class Rollout(Section):
     top_k: int = Field(0, ge=0, description="Most likely tokens kept; 0: all (below all: evaluation only)")
     stop: list[str] = Field([], description="Strings that end a response")
     max_sequences: int = Field(256, ge=1, description="Sequences decoded at once; the rest wait")
+    replicas: int = Field(
+        1, ge=1, description="Engines that share a step's prompts, each in a process of its own with its pool's GPUs"
+    )
     sleep: Literal[0, 1, 2] = Field(
         0,
         description="What vllm and sglang free of their GPU while the roles train: nothing, all but a copy in host "
@@ -352,11 +355,18 @@ class Config(Section):
             raise ValueError(f"cluster.pools places no {', '.join(missing)}; add the role to a pool")
         if rollout.min_tokens > rollout.max_tokens:
             raise ValueError(f"rollout.min_tokens is {rollout.min_tokens}, over max_tokens {rollout.max_tokens}")
-        pools = self.cluster.pools
-        split = [f"{name}-rollout" for name, pool in pools.items() if "rollout" in pool.roles and len(pool.roles) > 1]
-        if rollout.engine in SEPARATE_ENGINES and split and split[0] in pools:
+        processes = self._processes()
+        names = [name for name, _ in processes]
+        if clash := [name for name in names if names.count(name) > 1]:
             raise ValueError(
-                f"cluster.pools: the name {split[0]!r} is the one of {rollout.engine}'s own process; take another"
+                f"cluster.pools: the name {clash[0]!r} is the one of {rollout.engine}'s own process; take another"
+            )
+        beside = next(pool.roles for _, pool in processes if "rollout" in pool.roles)
+        if rollout.replicas > 1 and len(beside) > 1:
+            raise ValueError(
+                f"rollout.replicas = {rollout.replicas}: the {rollout.engine} engine shares a process with "
+                f"{', '.join(sorted(set(beside) - {'rollout'}))}, of which there is one. Give rollout a pool of its "
+                f"own in cluster.pools, or take an engine that has one anyway ({', '.join(SEPARATE_ENGINES)})"
             )
         if rollout.sleep and rollout.engine not in SEPARATE_ENGINES:
             raise ValueError(
@@ -424,22 +434,31 @@ class Config(Section):
 
     @property
     def pools(self) -> dict[str, Pool]:
-        """The pools that this run starts, with the roles that it needs, in the order they are built.
+        """The pools that this run starts, a process each, with the roles that it needs, in the order they are built.
 
         A Rollout whose engine has weights of its own always gets a process of its own, NAME-rollout, and half of the
-        GPUs that its pool was given.
+        GPUs that its pool was given. Replicas are numbered, NAME-0 and on: each gets what a pool of the Rollout alone
+        was given, or its part of that half.
         """
-        pools: dict[str, Pool] = {}
+        return dict(self._processes())
+
+    def _processes(self) -> list[tuple[str, Pool]]:
+        """See ``pools``; here a name may come twice."""
+        processes: list[tuple[str, Pool]] = []
+        count = self.rollout.replicas
         for name, pool in self.cluster.pools.items():
             roles = sorted(set(self.roles) & set(pool.roles), key=self.roles.index)
-            if "rollout" in roles and len(roles) > 1 and self.rollout.engine in SEPARATE_ENGINES:
+            if roles == ["rollout"] or ("rollout" in roles and self.rollout.engine in SEPARATE_ENGINES):
                 roles.remove("rollout")
-                half = pool.gpus if pool.gpus is None else pool.gpus / 2
-                pool = pool.model_copy(update={"gpus": half})
-                pools[f"{name}-rollout"] = pool.model_copy(update={"roles": ["rollout"]})
+                engine = pool.model_copy(update={"roles": ["rollout"]})
+                if roles and pool.gpus is not None:
+                    engine.gpus = pool.gpus / 2 / count
+                    pool = pool.model_copy(update={"gpus": pool.gpus / 2})
+                own = f"{name}-rollout" if roles else name
+                processes += [(f"{own}-{number}" if count > 1 else own, engine) for number in range(count)]
             if roles:
-                pools[name] = pool.model_copy(update={"roles": roles})
-        return pools
+                processes.append((name, pool.model_copy(update={"roles": roles})))
+        return processes
 
     def to_toml(self) -> str:
         """The whole configuration as TOML that ``load`` reads back."""

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -11,13 +11,17 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from rolecall.errors import RunError, UserError
 
 
-@dataclass
+@dataclass(eq=False)
 class Process:
-    """A pool's process. Where it runs (``node``, its ``address``, ``gpus``, ``pid``) is known once it does."""
+    """A pool's process. Where it runs (``node``, its ``address``, ``gpus``, ``pid``) is known once it does.
+
+    All of these are another's after a restart, which the handles to its roles outlive.
+    """
 
     pool: str
     roles: list[str]
-    worker: Any  # the Ray actor handle of a Worker
+    launch: Callable[..., Any] = field(repr=False)  # starts a Worker there; may be told (node, pid) of the one before
+    worker: Any  # the Ray actor handle that it returned
     node: str = "a node that has not answered yet"
     address: str = ""  # of the node, as others reach it
     gpus: tuple[int | str, ...] = ()  # Ray's numbers of them
@@ -26,6 +30,14 @@ class Process:
 
     def __str__(self) -> str:
         return f"pool {self.pool!r} ({', '.join(self.roles)}; process {self.pid} on {self.node})"
+
+
+class ProcessDied(RunError):
+    """A process died, or hung and was killed. ``happened``: the message without what to do about it."""
+
+    def __init__(self, process: Process, happened: str, advice: str):
+        super().__init__(f"{happened} {advice}")
+        self.process, self.happened = process, happened
 
 
 class Future:
@@ -47,17 +59,18 @@ class Future:
 
         Raises:
             UserError, RunError: the role's own.
-            RunError: the role raised anything else (with its traceback), its process died, or the time is over (then
-                its process is killed, because what hangs in it would keep its GPU and its memory).
+            RunError: the role raised anything else (with its traceback).
+            ProcessDied: its process died, or the time is over (then its process is killed, because what hangs in it
+                would keep its GPU and its memory).
         """
         try:
             return ray.get(self.ref, timeout=max(0.0, self._deadline - time.monotonic()))
         except GetTimeoutError:
             ray.kill(self.process.worker)
-            raise RunError(
-                f"{self.what} did not return within {self.timeout:g} s in {self.process}; its process was killed. "
-                f"{self.advice}"
-            ) from None
+            happened = (
+                f"{self.what} did not return within {self.timeout:g} s in {self.process}; its process was killed."
+            )
+            raise ProcessDied(self.process, happened, self.advice) from None
         except RayTaskError as error:
             if isinstance(error.cause, (UserError, RunError)):
                 raise error.cause from None
@@ -67,13 +80,11 @@ class Future:
         except RayError as error:
             raise self._died(error) from None
 
-    def _died(self, error: RayError) -> RunError:
+    def _died(self, error: RayError) -> ProcessDied:
         dead = getattr(error, "actor_id", None)
         process = next((source for source in self.sources if source.actor_id == dead), self.process)
-        return RunError(
-            f"The process of {process} died during {self.what}. Go on from the last checkpoint with --resume. "
-            f"Ray says: {error}"
-        )
+        happened = f"The process of {process} died during {self.what}."
+        return ProcessDied(process, happened, f"Go on from the last checkpoint with --resume. Ray says: {error}")
 
 
 @dataclass(frozen=True)

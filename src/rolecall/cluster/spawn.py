@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -14,11 +15,13 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rolecall.cluster.handles import Future, Handle, Process
+from rolecall.cluster.replicas import Replicas
 from rolecall.cluster.worker import CLASSES, Worker
 from rolecall.config import SEPARATE_ENGINES, Config, Pool
 from rolecall.errors import UserError
 
 LOCAL_WAIT = 10.0  # seconds for room on a Ray of our own, where no machine will join
+SLOW = "Look at that node, or raise --cluster.timeout."  # to do about a call that takes too long
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Roles:
     """A handle to each role; None where the run needs no such role."""
 
     actor: Handle
-    rollout: Handle
+    rollout: Replicas
     reward: Handle
     critic: Handle | None = None
     reference: Handle | None = None
@@ -83,10 +86,10 @@ def _connected(address: str) -> Iterator[None]:
 def _bundles(config: Config, gpus: float) -> dict[str, dict[str, float]]:
     """What each pool reserves. GPUs that are not configured: one for each pool with a model, the Actor's first.
 
-    An engine with weights of its own for which none is left shares the Actor's.
+    Engines with weights of their own for which none is left share the Actor's.
     """
     pools = config.pools
-    actor, rollout = (next(name for name in pools if role in pools[name].roles) for role in ("actor", "rollout"))
+    actor = next(name for name in pools if "actor" in pools[name].roles)
     left = gpus - sum(pool.gpus for pool in pools.values() if pool.gpus is not None)
     shares = {}
     for name in sorted(pools, key=lambda name: name != actor):
@@ -95,9 +98,10 @@ def _bundles(config: Config, gpus: float) -> dict[str, dict[str, float]]:
             share = 1.0 if left >= 1 and pools[name].roles != ["reward"] else 0.0
             left -= share
         shares[name] = share
-    unset = pools[actor].gpus is None and pools[rollout].gpus is None
-    if config.rollout.engine in SEPARATE_ENGINES and unset and shares[rollout] == 0:
-        shares[actor] = shares[rollout] = shares[actor] / 2
+    without = [name for name in pools if pools[name].roles == ["rollout"] and shares[name] == 0]
+    unset = all(pools[name].gpus is None for name in (actor, *without))
+    if config.rollout.engine in SEPARATE_ENGINES and unset:
+        shares |= dict.fromkeys((actor, *without), shares[actor] / (1 + len(without)))
     # One byte of memory, because Ray refuses a bundle of nothing.
     bundles = {name: {"GPU": shares[name], "CPU": pool.cpus, "memory": 1.0} for name, pool in pools.items()}
     return {name: {kind: amount for kind, amount in bundle.items() if amount} for name, bundle in bundles.items()}
@@ -127,23 +131,37 @@ def _start(group: PlacementGroup, index: int, alone: bool, name: str, pool: Pool
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     remote: Any = ray.remote(num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), scheduling_strategy=place)
     driver = os.getcwd(), [os.getcwd(), *filter(None, sys.path)]
-    return Process(name, list(pool.roles), remote(Worker).remote(name, pool.threads, alone, driver))
+    launch = partial(remote(Worker).remote, name, pool.threads, alone, driver)
+    return Process(name, list(pool.roles), launch, launch())
 
 
 def _build(config: Config, processes: list[Process]) -> Roles:
     """Build the roles of all pools side by side."""
-    timeout, advice = config.cluster.timeout, "Look at that node, or raise --cluster.timeout."
-    for process in processes:
-        place = Future(process.worker.place.remote(), "its start", process, timeout, advice, [])
-        vars(process).update(place.result())
-    building = []
-    for process in processes:
-        ref = process.worker.build.remote(config, {role: CLASSES[role] for role in process.roles})
-        building.append(Future(ref, f"building {', '.join(process.roles)}", process, timeout, advice, []))
-    handles: dict[str, Handle] = {}
-    for process, built in zip(processes, building, strict=True):
+    building = [_begin(config, process) for process in processes]
+    for built in building:
         built.result()
-        handles |= {role: Handle(role, process, timeout, advice) for role in process.roles}
+    timeout = config.cluster.timeout
+    handles = [Handle(role, process, timeout, SLOW) for process in processes for role in process.roles]
+    single: dict[str, Any] = {handle.role: handle for handle in handles if handle.role != "rollout"}
     slow = f"reward.function {config.reward.function!r} hangs or is too slow: mend it, or raise --reward.timeout."
-    handles["reward"] = replace(handles["reward"], timeout=config.reward.timeout, advice=slow)
-    return Roles(**handles)
+    single["reward"] = replace(single["reward"], timeout=config.reward.timeout, advice=slow)
+    rollouts = [handle for handle in handles if handle.role == "rollout"]
+    return Roles(rollout=Replicas(rollouts, partial(_restart, config)), **single)
+
+
+def _begin(config: Config, process: Process) -> Future:
+    """Wait for the process to be there, and have it build its roles."""
+
+    def call(ref: Any, what: str) -> Future:
+        return Future(ref, what, process, config.cluster.timeout, SLOW, [])
+
+    vars(process).update(call(process.worker.place.remote(), "its start").result())
+    classes = {role: CLASSES[role] for role in process.roles}
+    return call(process.worker.build.remote(config, classes), f"building {', '.join(process.roles)}")
+
+
+def _restart(config: Config, process: Process) -> None:
+    """End what is left of the process and build its roles in a new one, in the same bundle of the placement group."""
+    ray.kill(process.worker)
+    process.worker = process.launch((process.node, process.pid))
+    _begin(config, process).result()

@@ -1,12 +1,17 @@
 """The process of a pool: one generic Ray actor that builds any roles and calls their methods. Imports no torch."""
 
+import contextlib
 import importlib
 import os
+import signal
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import ray
 
 from rolecall.config import Config
@@ -30,9 +35,12 @@ class Worker:
         alone: no other pool computes with torch.
         driver: working folder and import path of the process that started the run, used where they exist on this
             node, so that a reward function is found by the same name here as there.
+        replaced: (node, process id) of the process that this one takes over from, whose memory it will need.
     """
 
-    def __init__(self, pool: str, threads: int, alone: bool, driver: tuple[str, list[str]]):
+    def __init__(
+        self, pool: str, threads: int, alone: bool, driver: tuple[str, list[str]], replaced: tuple[str, int] = ("", 0)
+    ):
         self.pool = pool
         self.roles: dict[str, Any] = {}
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -48,6 +56,10 @@ class Worker:
         if os.path.isdir(folder):
             os.chdir(folder)
         sys.path += [entry for entry in path if entry not in sys.path and os.path.exists(entry)]
+        _end_children_with_this_process()
+        node, pid = replaced
+        while node == self.place()["node"] and _runs(pid):
+            time.sleep(0.05)
 
     def __repr__(self) -> str:
         return f"pool {self.pool}"  # in front of each line that a role prints
@@ -76,3 +88,24 @@ class Worker:
         if callable(method):
             return method(self.roles[role], *args, **kwargs)
         return getattr(self.roles[role], method)(*args, **kwargs)
+
+
+def _end_children_with_this_process() -> None:
+    """Have what a role starts (an engine's workers, which hold GPUs) killed when this process ends, however it does.
+
+    They are one process group, watched by a shell. It is nobody's child here: Ray may end a worker's children first.
+    """
+    me = os.getpid()
+    if os.getpgrp() != me:
+        os.setpgid(0, 0)
+    watch = f"(while kill -0 {me}; do sleep 1; done; kill -{signal.SIGKILL:d} -{me}) &"
+    subprocess.run(["sh", "-c", watch], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _runs(group: int) -> bool:
+    """Whether anything of a process group is left, other than zombies, which hold nothing."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has just ended
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False

@@ -2,7 +2,7 @@
 
 import statistics
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class Context:
     @cached_property
     def sync(self) -> WeightSync:
         """How weights reach the engine, for the whole run."""
-        return WeightSync(self.roles.actor, [self.roles.rollout], sleeps=self.config.rollout.sleep > 0)
+        return WeightSync(self.roles.actor, self.roles.rollout.handles, sleeps=self.config.rollout.sleep > 0)
 
 
 def generate(context: Context, groups: list[Group], n: int) -> list[Sample]:
@@ -130,7 +130,7 @@ def update(context: Context, samples: list[Sample], step: int) -> Metrics:
 
 def synchronise(context: Context, step: int) -> Metrics:
     """Stage 6: the Actor's parameters reach the engine, verified; their version is the number of finished steps."""
-    return context.sync(step)
+    return context.roles.rollout.synchronise(partial(context.sync, step))
 
 
 def actor_waits(context: Context, step: int) -> bool:

@@ -54,3 +54,7 @@ class Group:
             work.wait()
         except RuntimeError as error:
             raise RunError(f"Weight sync: {what} broke off: {error}") from None
+
+    def abort(self) -> None:
+        """Give up what is under way."""
+        self._group.abort()

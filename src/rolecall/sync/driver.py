@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rolecall.errors import RunError
 from rolecall.sync.buckets import BUCKET_BYTES
 from rolecall.sync.ends import Link, Sender
 
@@ -69,6 +71,14 @@ class WeightSync:
         if self._shared:
             self.rollouts[0].share_weights(version)
             return {"sync/bytes": 0, "sync/version": version}
+        try:
+            self._move(version)
+        except RunError:  # which may be what one end has to say of the other's death
+            self._each(alive)
+            raise
+        return {"sync/bytes": sum(self._sizes), "sync/version": version}
+
+    def _move(self, version: int) -> None:
         if self.sleeps:  # the Actor makes room for the engine's weights
             self.actor.start(release).result()
             self._each("wake", "weights")
@@ -87,7 +97,6 @@ class WeightSync:
         self._each("finish_update")
         if self.sleeps:
             self._each("wake", "kv_cache")
-        return {"sync/bytes": sum(self._sizes), "sync/version": version}
 
     def _join(self) -> None:
         """Tell the engines once what will come, and connect them with the Actor's end."""
@@ -100,7 +109,7 @@ class WeightSync:
         if self._link.transport == "mapped":
             self.actor.start(join).result()
 
-    def _each(self, method: str, *args: Any) -> None:
+    def _each(self, method: str | Callable[..., Any], *args: Any) -> None:
         _wait([rollout.start(method, *args) for rollout in self.rollouts])
 
 
@@ -123,6 +132,8 @@ def choose(actor: Process, rollouts: list[Process]) -> tuple[str, str]:
 
 
 def open_sender(actor: Any, link: Link) -> Any:
+    if actor.sender is not None:
+        actor.sender.close()
     actor.sender = Sender(actor.weights, link)
     return actor.sender.offer
 
@@ -141,6 +152,13 @@ def release(actor: Any) -> None:
         import torch
 
         torch.cuda.empty_cache()
+
+
+# In a Rollout's process
+
+
+def alive(rollout: Any) -> None:
+    """Answers."""
 
 
 def _wait(futures: list[Future]) -> None:

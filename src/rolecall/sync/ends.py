@@ -87,6 +87,11 @@ class Sender:
         for handle in self._handles:
             mapped.unlink(handle)
 
+    def close(self) -> None:
+        """Leave the other ranks, of which some may be dead."""
+        if self.group is not None:
+            self.group.abort()
+
     def pack(self, number: int) -> str:
         """Fill bucket ``number``'s slot with the weights as they are now (in order: 0 begins anew), and send it off.
 
