@@ -19,7 +19,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall import sync
 from rolecall.cluster import Roles, spawn, worker
 from rolecall.cluster.replicas import RESTARTS, spread
 from rolecall.cluster.spawn import _bundles
@@ -28,6 +27,7 @@ from rolecall.errors import RunError, UserError
 from rolecall.roles.actor import Actor
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Request, Sample, Sampling
+from rolecall.sync import WeightSync
 
 APART = {"train": {"roles": ["actor"]}, "roll": {"roles": ["rollout"]}, "score": {"roles": ["reward"]}}
 TOGETHER = {"train": {"roles": ["actor", "critic", "reference", "rollout"]}, "score": {"roles": ["reward"]}}
@@ -65,7 +65,7 @@ def running(settings: Config) -> Iterator[Roles]:
 
 
 def resync(roles: Roles) -> dict[str, float]:
-    return roles.rollout.synchronise(partial(sync.sync, roles, version=3))
+    return roles.rollout.synchronise(partial(WeightSync(roles.actor, roles.rollout.handles), 3))
 
 
 def same(found: list[Sample], wanted: list[Sample]) -> bool:
@@ -176,17 +176,11 @@ def pid(role: Any) -> int:
 
 
 def test_a_sync_that_reached_only_some_replicas_is_noticed(two, wanted):
-    only_first = Roles(actor=two.actor, rollout=FirstOf(two.rollout), reward=two.reward)
-    sync.sync(only_first, 4)
+    WeightSync(two.actor, two.rollout.handles[:1])(4)
     with pytest.raises(RunError, match=r"only some replicas \(versions roll-0: 4, roll-1: 3\). Sync again"):
         two.rollout.generate(requests())
-    sync.sync(two, 3)
+    resync(two)
     assert same(two.rollout.generate(requests()), wanted)
-
-
-class FirstOf:
-    def __init__(self, replicas: Any):
-        self.handles, self.wake = replicas.handles[:1], replicas.wake
 
 
 # Deaths
@@ -235,11 +229,20 @@ def test_all_replicas_die_at_once(two, wanted):
     assert resync(two)["rollout/restarts"] == 2
 
 
-@pytest.mark.parametrize("method", ["start_update", "write", "finish_update"])
-def test_killed_during_a_sync(two, wanted, method):
+MAPPED, GLOO = ("mapped", "cpu"), ("collective", "cpu")
+WHERE = [(method, how) for method in ("join", "start_update", "write", "finish_update") for how in (MAPPED, GLOO)]
+SLOW = [pytest.param(*pair, marks=[pytest.mark.slow] * (pair == ("join", GLOO))) for pair in WHERE]  # waits for it
+
+
+@pytest.mark.parametrize(("method", "transport"), SLOW)
+def test_killed_during_a_sync(two, wanted, method, transport):
+    """By a broadcast, it may be the other ends that notice first."""
+    move = WeightSync(two.actor, two.rollout.handles, transport=transport, limit=60_000)
+    if method != "join":
+        move(3)
     two.rollout.handles[1].start(doom, method).result()
-    with pytest.warns(UserWarning, match=DIES.format(rf"rollout\.{method}")):
-        moved = two.rollout.synchronise(partial(sync.sync, two, version=3))
+    with pytest.warns(UserWarning, match=DIES.format(rf"rollout\.({method}|alive)")):
+        moved = two.rollout.synchronise(partial(move, 3))
     assert (moved["sync/version"], moved["rollout/restarts"]) == (3, 1)
     assert same(two.rollout.generate(requests()), wanted)
 
@@ -252,7 +255,7 @@ def test_killed_while_training(alone, wanted, when):
     os.kill(number, signal.SIGKILL)
     if when != "asleep":
         alone.rollout.sleep()
-    with pytest.warns(UserWarning, match=DIES.format(r"rollout\.wake")):
+    with pytest.warns(UserWarning, match=DIES.format(r"rollout\.\w+")):
         assert resync(alone)["rollout/restarts"] == 1
     assert same(alone.rollout.generate(requests()), wanted)
 

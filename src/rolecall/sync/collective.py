@@ -14,6 +14,7 @@ from torch import Tensor
 from rolecall.errors import RunError
 
 SENDER = 0  # its rank
+MEETING = 30.0  # seconds, at most, for all ranks to come: they are sent at the same time
 GRACE = 60.0  # seconds after which NCCL's own watchdog, which ends the process, may follow our time-out
 
 
@@ -21,22 +22,32 @@ class Group:
     """One rank of a group of ``ranks`` processes that all meet at ``store``.
 
     Args:
-        seconds: that a broadcast may take, and that the ranks wait for each other here.
+        seconds: that a broadcast may take.
+
+    Raises:
+        RunError: they do not meet.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, device: torch.device, seconds: float):
-        self.rank, self.seconds = rank, seconds
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=seconds + GRACE)
-            self._group: Any = dist.ProcessGroupNCCL(store, rank, ranks, options)
-        else:
-            self._group = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=seconds))
+        self.seconds = seconds
+        meeting = timedelta(seconds=min(MEETING, seconds))
+        store.set_timeout(meeting)
+        try:
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timedelta(seconds=seconds + GRACE)
+                self._group: Any = dist.ProcessGroupNCCL(store, rank, ranks, options)
+            else:
+                self._group = dist.ProcessGroupGloo(store, rank, ranks, meeting)
+            self.wait(self.broadcast(torch.zeros(1, device=device)), "the first word")  # NCCL connects only now
+        except RuntimeError as error:
+            raise RunError(f"Weight sync: the Actor and its engines did not meet ({error}).") from None
 
     def broadcast(self, data: Tensor) -> dist.Work:
         """Begin to send ``data`` (rank 0), or to receive into it."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
+        options.timeout = timedelta(seconds=self.seconds)
         return self._group.broadcast([data], options)
 
     def wait(self, work: dist.Work, what: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from rolecall.errors import RunError
 from rolecall.sync import mapped
 from rolecall.sync.buckets import Bucket, Weights, digest, fill, plan, size, views
-from rolecall.sync.collective import Group
+from rolecall.sync.collective import MEETING, Group
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,7 @@ class Receiver:
         else:
             device = torch.device(link.device)
             self.slots = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
-            wait = timedelta(seconds=link.seconds)
-            store = dist.TCPStore(link.address, offer.port, is_master=False, timeout=wait)
+            store = dist.TCPStore(link.address, offer.port, is_master=False, timeout=timedelta(seconds=MEETING))
             self.group = Group(store, rank, link.ranks, device, link.seconds)
 
     def unpack(self, number: int, sent: str) -> list[tuple[str, Tensor]]:
