@@ -2,12 +2,15 @@
 
 import importlib.util
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -71,51 +74,67 @@ def broadcast_seconds(role: Any, address: str, port: int, rank: int, nbytes: int
     return _median(lambda: group.wait(group.broadcast(data), "the broadcast"), device)
 
 
-def run(out: Path) -> dict[str, Any]:
-    """Write ``sync-cpu`` (``sync-cuda`` on a GPU, ``sync-cuda-x2`` on two), JSON and table, under ``out``.
+def run(out: Path, sizes: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Write ``sync-cpu`` (``sync-cuda`` on a GPU), JSON and table, under ``out``.
 
-    The native engine stands for those that share nothing on a CPU; vLLM and SGLang are measured where installed.
+    On a GPU: both processes on one, and where there is a second one, each on its own; vLLM and SGLang where installed,
+    and TRL's sync of a vLLM in its own process. On a CPU: by shared memory and by gloo, for the native engine and vLLM.
     """
-    device, gpus = models.device(), torch.cuda.device_count()
+    device = models.device()
     engines = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name)]
-    engines = ["native", *engines] if device.type == "cpu" else engines
-    result: dict[str, Any] = {"rows": [], "plain": [], "sleep": [], "mismatch": [], "repeats": REPEATS}
+    result: dict[str, Any] = {"rows": [], "plain": [], "sleep": [], "mismatch": [], "trl": {}, "repeats": REPEATS}
     ray.init("local", include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
-        for size in ["135M"] if device.type == "cpu" else ["0.5B", "7B"]:
+        for size in sizes or (["135M"] if device.type == "cpu" else ["0.5B", "7B"]):
             path = "smollm2-135m-instruct" if size == "135M" else str(_models.make(size, Path(folder) / size))
-            for engine in engines:
-                sleep = int(engine != "native")
-                config = Config(model={"path": path}, rollout={"engine": engine, "max_tokens": 64, "sleep": sleep})
-                with _two_processes(config, gpus) as (actor, rollout):
-                    _measure(result, size, engine, actor, rollout)
+            for engine in ["native", *engines] if device.type == "cpu" else engines:
+                settings = {"engine": engine, "max_tokens": 64, "sleep": int(engine != "native")}
+                config = Config(model={"path": path}, rollout=settings)
+                for gpus in range(1, min(2, torch.cuda.device_count()) + 1) or [0]:
+                    with _two_processes(config, gpus) as (actor, rollout):
+                        _measure(result, size, engine, actor, rollout)
+            if "vllm" in engines and device.type == "cuda" and importlib.util.find_spec("trl"):
+                command = [sys.executable, "-m", "benchmarks.sync", path]
+                done = subprocess.run(command, capture_output=True, text=True)
+                print(done.stderr[-2000:] if done.returncode else done.stdout.splitlines()[-1], flush=True)
+                if done.returncode == 0:
+                    result["trl"][size] = float(done.stdout.splitlines()[-1])
     ray.shutdown()
-    write(
-        "-".join(["sync", device.type, *([f"x{gpus}"] if gpus > 1 else [])]),
-        result,
-        _table(result),
-        out,
-        "rolecall bench sync",
-    )
+    write(f"sync-{device.type}", result, _table(result), out, "rolecall bench sync")
     return result
 
 
 @contextmanager
 def _two_processes(config: Config, gpus: int) -> Iterator[tuple[Handle, Handle]]:
-    """The Source and a Rollout: each on a GPU of its own where there are two, sharing one where there is one."""
-    handles = []
+    """The Source and a Rollout: on no GPU, sharing one, or each on its own."""
+    handles, building = [], []
     for role, where in (("actor", "benchmarks.sync:Source"), ("rollout", CLASSES["rollout"])):
-        remote: Any = ray.remote(num_cpus=0, num_gpus=min(1.0, gpus / 2))(Worker)
+        remote: Any = ray.remote(num_cpus=0, num_gpus=gpus / 2)(Worker)
         launch = partial(remote.remote, role, 0, False, (str(Path.cwd()), [str(Path.cwd())]))
         process = Process(role, [role], launch, launch())
         vars(process).update(ray.get(process.worker.place.remote()))
-        ray.get(process.worker.build.remote(config, {role: where}))
+        building.append(process.worker.build.remote(config, {role: where}))
         handles.append(Handle(role, process, TIMEOUT, ""))
+    ray.get(building)
     try:
         yield handles[0], handles[1]
     finally:
         for handle in handles:
             ray.kill(handle.process.worker)
+
+
+def _trl_seconds(path: str) -> float:
+    """TRL's sync of a model into a vLLM in the same process."""
+    from accelerate import Accelerator
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    generation = VLLMGeneration(
+        model.to("cuda"), Accelerator(), tokenizer, gpu_memory_utilization=0.4, max_model_length=576
+    )
+    return _median(generation.sync_weights, models.device())
 
 
 def _measure(result: dict[str, Any], size: str, engine: str, actor: Handle, rollout: Handle) -> None:
@@ -135,14 +154,14 @@ def _measure(result: dict[str, Any], size: str, engine: str, actor: Handle, roll
             result["rows"].append(row)
             print(row, flush=True)
     nbytes = int(moved["sync/bytes"])
-    plain = {"size": size, "engine": engine, "bytes": nbytes, "copy_s": actor.copy_seconds(nbytes)}
+    plain: dict[str, Any] = {"size": size, "engine": engine, "bytes": nbytes, "copy_s": actor.copy_seconds(nbytes)}
     if on_cpu or actor.process.gpus != rollout.process.gpus:  # NCCL takes no two ranks on one GPU
         store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         where = actor.process.address, store.port
         sending = actor.start(broadcast_seconds, *where, 0, nbytes)
         rollout.start(broadcast_seconds, *where, 1, nbytes).result()
         plain["broadcast_s"] = sending.result()
-    result["plain"].append(plain)
+    result["plain"].append(plain | {"transport": sync.transport})
     requests = [Request(i, str(i), [2, 3, 7 + i, 4], 8, 0, Sampling(64)) for i in range(8)]
     samples = rollout.generate(requests)
     gaps = [
@@ -151,7 +170,7 @@ def _measure(result: dict[str, Any], size: str, engine: str, actor: Handle, roll
         for a, b in zip(row, sample.logprobs, strict=True)
     ]
     result["mismatch"].append({"size": size, "engine": engine, "mean": statistics.fmean(gaps), "max": max(gaps)})
-    if engine != "native" and not on_cpu:
+    if sync.transport == "CUDA IPC":
         result["sleep"] += [_sleep(size, level, actor, rollout, samples, requests) for level in (1, 2)]
 
 
@@ -208,11 +227,16 @@ def _table(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
-        plain = next(p for p in result["plain"] if (p["size"], p["engine"]) == (row["size"], row["engine"]))
+        same = [p for p in result["plain"] if (p["size"], p["engine"]) == (row["size"], row["engine"])]
+        plain = next((p for p in same if p["transport"] == row["transport"]), same[0])
         share = f"{plain['broadcast_s'] / row['seconds']:.0%}" if "broadcast_s" in plain else ""
         lines.append(
             f"| {row['size']} | {row['engine']} | {row['transport']} | {row['mode']} | {row['seconds'] * 1e3:.1f} | "
             f"{row['bytes'] / row['seconds'] / 1e9:.2f} | {plain['copy_s'] / row['seconds']:.0%} | {share} |"
+        )
+    for trl in [p for p in result["plain"] if p["engine"] == "trl"]:
+        lines.append(
+            f"| {trl['size']} | vllm | TRL {version('trl')}, in one process | | {trl['copy_s'] * 1e3:.1f} | | | |"
         )
     lines += ["", "| model | engine | mean difference of log-probabilities | largest |", "|---|---|---|---|"]
     lines += [f"| {m['size']} | {m['engine']} | {m['mean']:.2g} | {m['max']:.2g} |" for m in result["mismatch"]]
@@ -225,3 +249,7 @@ def _table(result: dict[str, Any]) -> str:
             for s in result["sleep"]
         ]
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(_trl_seconds(sys.argv[1]))

@@ -87,7 +87,8 @@ def requests(sampling: Sampling, n: int = 1, prompts: list[list[int]] = PROMPTS,
 
 
 def update(engine: Any, weights: dict[str, torch.Tensor], version: int) -> None:
-    engine.start_update([entry for bucket in plan(weights.items()) for entry in bucket])
+    engine.expect([entry for bucket in plan(weights.items()) for entry in bucket])
+    engine.start_update()
     engine.write(weights.items())
     engine.finish_update(version)
 

@@ -13,8 +13,8 @@ class Engine(Protocol):
 
     ``version`` counts weight syncs (0: the weights it started with) and is written into every sample.
 
-    New weights come as ``start_update``, any number of ``write``, ``finish_update``. In between the engine's weights
-    are neither the old nor the new ones; the Rollout does not let it generate then.
+    New weights come as ``start_update``, any number of ``write``, ``finish_update``, after ``expect`` once. In between
+    the engine's weights are neither the old nor the new ones; the Rollout does not let it generate then.
     """
 
     version: int
@@ -28,15 +28,19 @@ class Engine(Protocol):
         """
         ...
 
-    def start_update(self, entries: list[Entry]) -> None:
-        """Compare what will be sent (Hugging Face names) with the engine's model. An update that was begun is given up.
+    def expect(self, entries: list[Entry]) -> None:
+        """Compare what every update will bring (Hugging Face names) with the engine's model.
 
         A tied parameter goes by any of its names, once.
 
-        Raises (before anything is written):
+        Raises:
             UserError: the weights have another type than the engine's.
             RunError: an unknown or missing name, a wrong shape, or a parameter twice.
         """
+        ...
+
+    def start_update(self) -> None:
+        """Make ready for new weights. An update that was begun is given up."""
         ...
 
     def write(self, weights: list[tuple[str, Tensor]]) -> None:

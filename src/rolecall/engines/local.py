@@ -21,9 +21,12 @@ class LocalEngine:
         self.version = 0
         self.endings = Endings(loaded.model, loaded.tokenizer)
 
-    def start_update(self, entries: list[Entry]) -> None:
-        """See ``Engine.start_update``."""
+    def expect(self, entries: list[Entry]) -> None:
+        """See ``Engine.expect``."""
         check_entries(self.model, entries)
+
+    def start_update(self) -> None:
+        """See ``Engine.start_update``."""
 
     @torch.no_grad()
     def write(self, weights: list[tuple[str, Tensor]]) -> None:
@@ -46,7 +49,7 @@ class LocalEngine:
 
 
 def check_entries(model: nn.Module, entries: list[Entry]) -> None:
-    """``Engine.start_update`` against a model of the engine's architecture, with weights or without (device "meta")."""
+    """``Engine.expect`` against a model of the engine's architecture, with weights or without (device "meta")."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     given: dict[int, Entry] = {}
     for entry in entries:

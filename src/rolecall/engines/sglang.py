@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import Collection, Coroutine
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Literal
@@ -94,14 +94,17 @@ class SGLangEngine:
         """Call off the responses of these groups that are being generated: they finish as they are ("abort")."""
         self._wait(self._abort(group_ids), "calling off responses")
 
-    def start_update(self, entries: list[Entry]) -> None:
-        """See ``Engine.start_update``. Responses under way must be paused, or be generated to their end."""
+    def expect(self, entries: list[Entry]) -> None:
+        """See ``Engine.expect``."""
         check_entries(self.outline, entries)
+
+    def start_update(self) -> None:
+        """See ``Engine.start_update``. Responses under way must be paused, or be generated to their end."""
         if self._sent:
             raise RunError(f"Weight sync: {len(self._sent)} responses are being generated; pause the engine.")
         self._check_weights("begin")
 
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def write(self, weights: list[tuple[str, Tensor]]) -> None:
         """See ``Engine.write``. SGLang maps the tensors into its process; they are free again when this returns."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer

@@ -101,9 +101,14 @@ class VLLMEngine:
                 self._running[name].finish = "abort"
             self._drop(names)
 
-    def start_update(self, entries: list[Entry]) -> None:
-        """See ``Engine.start_update``. Responses under way must be paused, or be generated to their end."""
+    def expect(self, entries: list[Entry]) -> None:
+        """See ``Engine.expect``."""
         check_entries(self.outline, entries)
+        with self._turn():
+            self.llm.collective_rpc("expect_weights")
+
+    def start_update(self) -> None:
+        """See ``Engine.start_update``. Responses under way must be paused, or be generated to their end."""
         with self._turn():
             if self._running and self._unpaused.is_set():
                 raise RunError(f"Weight sync: {len(self._running)} responses are being generated; pause the engine.")

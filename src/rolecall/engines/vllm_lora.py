@@ -2,7 +2,6 @@
 
 import copy
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import safetensors.torch
@@ -31,20 +30,23 @@ class VLLMAdapterEngine(VLLMEngine):
         self._settings = handle.peft_config[lora.ADAPTER]
         self._shapes = {name: tuple(tensor.shape) for name, tensor in lora.adapter(handle)}
         self._written: dict[str, Tensor] = {}
-        self.write((name, torch.zeros(shape)) for name, shape in self._shapes.items())
+        self.write([(name, torch.zeros(shape)) for name, shape in self._shapes.items()])
         self.finish_update(0)
 
-    def start_update(self, entries: list[Entry]) -> None:
-        """See ``Engine.start_update``, of the adapter's tensors under peft's names. Responses may be under way."""
+    def expect(self, entries: list[Entry]) -> None:
+        """See ``Engine.expect``, of the adapter's tensors under peft's names."""
         sent = {entry.name: entry.shape for entry in entries}
         for name in sorted(sent.keys() | self._shapes.keys()):
             if (given := sent.get(name)) != (own := self._shapes.get(name)):
                 raise RunError(
                     f"Weight sync: {name!r} of the adapter has shape {given}, the engine's {own}; nothing was written."
                 )
+
+    def start_update(self) -> None:
+        """See ``Engine.start_update``. Responses may be under way."""
         self._written = {}
 
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def write(self, weights: list[tuple[str, Tensor]]) -> None:
         """See ``Engine.write``."""
         self._written |= {name: tensor.to("cpu", copy=True) for name, tensor in weights}
 

@@ -67,22 +67,23 @@ class Rollout:
         self.engine.version = version
 
     def join(self, offer: Offer, link: Link, rank: int) -> None:
-        """Learn what every sync will bring, and connect with the Actor's end."""
-        self._receiver = Receiver(offer, link, rank)
-
-    def start_update(self, version: int) -> None:
-        """All weights of ``version`` come: ``write`` takes each bucket, ``finish_update`` puts them to use.
+        """Learn what every sync will bring, and connect with the Actor's end.
 
         Raises:
-            UserError, RunError: see ``Engine.start_update``; the engine keeps what it has.
+            UserError, RunError: see ``Engine.expect``.
         """
+        self._receiver = Receiver(offer, link, rank)
+        self.engine.expect([entry for bucket in offer.buckets for entry in bucket])
+
+    def start_update(self, version: int) -> None:
+        """All weights of ``version`` come: ``write`` takes each bucket, ``finish_update`` puts them to use."""
         if self._receiver is None:
             raise RunError("Weight sync: this Rollout has not joined the Actor.")
-        self.engine.start_update([entry for bucket in self._receiver.buckets for entry in bucket])
+        self.engine.start_update()
         self._awaited = set(range(len(self._receiver.buckets)))
         self._unfinished = version
 
-    def write(self, number: int, sent: str) -> None:
+    def write(self, number: int, sent: int | None) -> None:
         """Take one bucket; nothing of it is written unless all of it is what the Actor ``sent`` (its digest).
 
         Raises:

@@ -85,16 +85,15 @@ class WeightSync:
         if self._joined != (processes := [handle.process.actor_id for handle in (self.actor, *self.rollouts)]):
             self._join()
             self._joined = processes
-        self._each("start_update", version)
+        calls = [rollout.start("start_update", version) for rollout in self.rollouts]
         writes: list[list[Future]] = []
-        for number in range(len(self._sizes)):
+        for number in range(len(self._sizes)):  # calls to one process run in their order, so only slots are waited for
             if number >= self.slots:
-                _wait(writes[number - self.slots])
+                _wait(calls + writes[number - self.slots])
             packed = self.actor.start(pack, number)
             writes.append([rollout.start("write", number, packed) for rollout in self.rollouts])
-        for write in writes[-self.slots :]:
-            _wait(write)
-        self._each("finish_update")
+        calls += [write for some in writes[-self.slots :] for write in some]
+        _wait([*calls, *(rollout.start("finish_update") for rollout in self.rollouts)])
         if self.sleeps:
             self._each("wake", "kv_cache")
 
@@ -142,7 +141,7 @@ def join(actor: Any) -> None:
     actor.sender.join()
 
 
-def pack(actor: Any, number: int) -> str:
+def pack(actor: Any, number: int) -> int | None:
     return actor.sender.pack(number)
 
 

@@ -92,11 +92,11 @@ class Sender:
         if self.group is not None:
             self.group.abort()
 
-    def pack(self, number: int) -> str:
+    def pack(self, number: int) -> int | None:
         """Fill bucket ``number``'s slot with the weights as they are now (in order: 0 begins anew), and send it off.
 
         Returns:
-            its digest; empty where none is wanted.
+            its digest, if one is wanted.
         """
         if number == 0:
             self._left = iter(self.weights())
@@ -105,7 +105,7 @@ class Sender:
             self.group.wait(work, f"bucket {number - self.link.slots}")
         data = self.slots[slot][: size(self.buckets[number])]
         fill(data, self.buckets[number], self._left)
-        made = digest(data) if self.link.verify else ""
+        made = digest(data) if self.link.verify else None
         if self.group is not None:
             self._sending[slot] = self.group.broadcast(data)
         elif data.is_cuda:
@@ -132,7 +132,7 @@ class Receiver:
             store = dist.TCPStore(link.address, offer.port, is_master=False, timeout=timedelta(seconds=MEETING))
             self.group = Group(store, rank, link.ranks, device, link.seconds)
 
-    def unpack(self, number: int, sent: str) -> list[tuple[str, Tensor]]:
+    def unpack(self, number: int, sent: int | None) -> list[tuple[str, Tensor]]:
         """The tensors of a bucket that was packed, on its slot's memory: to be read before the slot's next bucket.
 
         Raises:
@@ -143,8 +143,8 @@ class Receiver:
         data = self.slots[number % self.link.slots][: size(bucket)]
         if self.group is not None:
             self.group.wait(self.group.broadcast(data), f"{what} from the Actor at {self.link.address}")
-        if sent and (arrived := digest(data)) != sent:
-            raise RunError(f"Weight sync: {what} arrived with digest {arrived}, the Actor sent {sent}.")
+        if sent is not None and (arrived := digest(data)) != sent:
+            raise RunError(f"Weight sync: {what} arrived with digest {arrived:x}, the Actor sent {sent:x}.")
         return views(data, bucket)
 
 
