@@ -99,8 +99,8 @@ def run(out: Path, sizes: tuple[str, ...] = ()) -> dict[str, Any]:
                 print(done.stderr[-2000:] if done.returncode else done.stdout.splitlines()[-1], flush=True)
                 if done.returncode == 0:
                     result["trl"][size] = float(done.stdout.splitlines()[-1])
+            write(f"sync-{device.type}", result, _table(result), out, "rolecall bench sync")  # what there is so far
     ray.shutdown()
-    write(f"sync-{device.type}", result, _table(result), out, "rolecall bench sync")
     return result
 
 

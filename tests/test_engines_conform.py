@@ -404,10 +404,15 @@ def test_after_sleeping_and_a_sync_the_output_is_as_before(rollout: Rollout, fir
 
 # What engines with weights of their own do.
 
-separate = pytest.mark.parametrize("started", SEPARATE_ENGINES, indirect=True)
+
+def only(*engines: str) -> pytest.MarkDecorator:
+    """The test for these engines. (All are named, so that pytest keeps an engine's tests together: it starts once.)"""
+    other = pytest.mark.skip(reason=f"of {' and '.join(engines)} alone")
+    params = [name if name in engines else pytest.param(name, marks=other) for name in ENGINES]
+    return pytest.mark.parametrize("started", params, indirect=True)
 
 
-@pytest.mark.parametrize("started", ["vllm"], indirect=True)
+@only("vllm")
 def test_without_the_reset_vllm_reads_older_weights_blocks(engine: Any, rollout: Rollout, model: Any, first: Weights):
     """So the test of pitfall 13 above can fail."""
     asked = requests(LONG, prompts=[[2] + [7, 11, 6, 9] * 50])
@@ -420,7 +425,7 @@ def test_without_the_reset_vllm_reads_older_weights_blocks(engine: Any, rollout:
     assert statistics.fmean(gaps(with_weights(model, second), sample, LONG)) > 0.01
 
 
-@separate
+@only(*SEPARATE_ENGINES)
 def test_while_asleep_it_says_so(rollout: Rollout, first: Weights):
     rollout.sleep()
     rollout.wake("weights")
@@ -463,7 +468,7 @@ class Generating(threading.Thread):
 ENDLESS = Sampling(max_tokens=200, min_tokens=200, stop=("nowhere",))  # SGLang then gives token by token
 
 
-@separate
+@only(*SEPARATE_ENGINES)
 def test_weights_change_in_the_middle_of_responses(engine: Any, rollout: Rollout, model: Any, first: Weights):
     """Each token is of the weights that its span names, and what came before it is read by those, not from a cache."""
     thread = Generating(engine, requests(ENDLESS, n=2))
@@ -480,7 +485,7 @@ def test_weights_change_in_the_middle_of_responses(engine: Any, rollout: Rollout
             assert max(gaps(models_of[version], sample, ENDLESS)[start:end]) < most_off(rollout)
 
 
-@separate
+@only(*SEPARATE_ENGINES)
 def test_weights_do_not_change_under_a_step(engine: Any, rollout: Rollout, first: Weights):
     thread = Generating(engine, requests(ENDLESS, n=2))
     thread.reach(2)
@@ -489,7 +494,7 @@ def test_weights_do_not_change_under_a_step(engine: Any, rollout: Rollout, first
     assert all(sample.versions == [(0, 200, 0)] for sample in thread.end())
 
 
-@separate
+@only(*SEPARATE_ENGINES)
 def test_called_off_groups_end_as_they_are_and_the_others_go_on(engine: Any, rollout: Rollout):
     alone = by_id(engine.generate(requests(ENDLESS)))
     thread = Generating(engine, requests(ENDLESS))
@@ -507,7 +512,7 @@ def test_called_off_groups_end_as_they_are_and_the_others_go_on(engine: Any, rol
     assert not engine._running
 
 
-@separate
+@only(*SEPARATE_ENGINES)
 def test_two_calls_at_once_get_their_own_samples(engine: Any, rollout: Rollout):
     asked = [requests(LONG, n=2), requests(LONG, n=2, seed=1)]
     expected = [engine.generate(each) for each in asked]
@@ -541,7 +546,7 @@ def test_sglang_says_at_once_where_it_cannot_run(folder: Path, monkeypatch: pyte
         Rollout(config(folder, "sglang", dtype="float32"))
 
 
-@pytest.mark.parametrize("started", ["sglang"], indirect=True)  # the last one: it ends the engine
+@only("sglang")  # the last one: it ends the engine
 def test_a_dead_scheduler_is_named_in_the_middle_of_responses(engine: Any):
     thread = Generating(engine, requests(ENDLESS))
     thread.reach(5)
@@ -551,4 +556,4 @@ def test_a_dead_scheduler_is_named_in_the_middle_of_responses(engine: Any):
     said = f"SGLang's process {scheduler} ended (exit code -9) while it was generating 4 responses."
     assert str(thread.error) == said
     with pytest.raises(RunError, match="ended"):
-        engine.pause()
+        engine.generate(requests(LONG))

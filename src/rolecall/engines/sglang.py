@@ -312,6 +312,7 @@ async def _start(config: Config, outline: Any, device: torch.device, endings: En
             max_running_requests=rollout.max_sequences,
             max_total_tokens=tokens,
             mem_fraction_static=0.9,  # of what is free, for weights and cache; max_total_tokens is the closer bound
+            disable_prefill_cuda_graph=True,  # a minute at the first start, for the smaller part of a rollout
             cuda_graph_max_bs_decode=min(rollout.max_sequences, MOST_CAPTURED),
             attention_backend="triton",
             sampling_backend=BACKEND,

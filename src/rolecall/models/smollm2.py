@@ -83,7 +83,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     # A plain model of the same shape: the one just read may not be saved, being marked as quantised.
     fields = quantised.config.to_dict()
-    del fields["quantization_config"]
+    fields.pop("quantization_config", None)  # older readers leave none
     model = LlamaForCausalLM(LlamaConfig(**fields | ids)).bfloat16()
     model.load_state_dict(quantised.state_dict())
     model.generation_config = GenerationConfig(**ids)
