@@ -93,15 +93,20 @@ def run(out: Path, sizes: tuple[str, ...] = ()) -> dict[str, Any]:
                 for gpus in range(1, min(2, torch.cuda.device_count()) + 1) or [0]:
                     with _two_processes(config, gpus) as (actor, rollout):
                         _measure(result, size, engine, actor, rollout)
-            if "vllm" in engines and device.type == "cuda" and importlib.util.find_spec("trl"):
+                    _write(result, out)  # what there is so far
+            if size == "0.5B" and "vllm" in engines and importlib.util.find_spec("trl"):
                 command = [sys.executable, "-m", "benchmarks.sync", path]
                 done = subprocess.run(command, capture_output=True, text=True)
                 print(done.stderr[-2000:] if done.returncode else done.stdout.splitlines()[-1], flush=True)
                 if done.returncode == 0:
                     result["trl"][size] = float(done.stdout.splitlines()[-1])
-            write(f"sync-{device.type}", result, _table(result), out, "rolecall bench sync")  # what there is so far
     ray.shutdown()
+    _write(result, out)
     return result
+
+
+def _write(result: dict[str, Any], out: Path) -> None:
+    write(f"sync-{models.device().type}", result, _table(result), out, "rolecall bench sync")
 
 
 @contextmanager
