@@ -39,21 +39,25 @@ class RemoteEngine:
 
     def __init__(self, config: Config):
         self.url = config.rollout.engine.rstrip("/")
+        self.path = config.model.path
         self.timeout = config.cluster.timeout
         self.at_once = config.rollout.max_sequences
         self.tokenizer = models.load_tokenizer(config.model)
         self.version = 0
         self.endings = Endings(models.outline(config.model, "cpu"), self.tokenizer)
         try:
-            card = self._served(config.model.path)
+            card = self._served()
             self.name = card["id"]
-            self._check_context(config.model.path, card.get("max_model_len"))
-            self._check_tokens(config.model.path)
+            self._check_context(card.get("max_model_len"))
+            choice = self._greet()
         except RunError as error:
             raise UserError(
                 f"rollout.engine: {error} `vllm serve MODEL` starts a server, whose URL ends in /v1, such as "
                 "http://localhost:8000/v1; if it wants a key, that is $OPENAI_API_KEY."
             ) from None
+        self._check_tokens(choice)
+        (likely,) = choice["logprobs"]["top_logprobs"]
+        self.processed = min(likely.values()) < IMPOSSIBLE
 
     def generate(self, requests: list[Request]) -> list[Sample]:
         """See ``Engine.generate``.
@@ -121,41 +125,36 @@ class RemoteEngine:
         (choice,) = self._ask("/completions", seconds, body)["choices"]
         return choice
 
-    def _served(self, path: str) -> dict[str, Any]:
-        """The server's entry for the model to ask for: the one called ``path`` or loaded from it, or its only one."""
+    def _served(self) -> dict[str, Any]:
+        """The entry of the model to ask for: the one that is called or lies at ``model.path``, else the only one."""
         cards = self._ask("/models", GREETING).get("data")
         if not cards:
             raise RunError(f"{self.url}/models lists no models.")
         for card in cards:
-            if path in (card["id"], card.get("root")):
+            if self.path in (card["id"], card.get("root")):
                 return card
         if len(cards) > 1:
             names = ", ".join(card["id"] for card in cards)
             raise UserError(f"rollout.engine: {self.url} serves {names}; set model.path to one of these names.")
         return cards[0]
 
-    def _check_context(self, path: str, served: int | None) -> None:
+    def _greet(self) -> dict[str, Any]:
+        """Have the server read a text and continue it by one token, of which only the most likely one is allowed.
+
+        So all others have probability 0, if its log-probabilities are of the distribution that is sampled from.
+        """
+        asked = {"prompt": TEXT, "add_special_tokens": False, "max_tokens": 1, "top_k": 1}
+        return self._choice(GREETING, **asked, logprobs=5, return_tokens_as_token_ids=True)
+
+    def _check_context(self, served: int | None) -> None:
         """A server may keep its context shorter than the model's; a longer one is another model's."""
         own = self.endings.context
         if served and own and served > own:
-            raise UserError(self._other(path, f"its context is {served} tokens, and that of model.path {own}"))
+            raise UserError(self._other(f"its context is {served} tokens, and that of model.path {own}"))
         self.endings.context = served or own
 
-    def _check_tokens(self, path: str) -> None:
-        """Have the server read a text and continue it by one token: it must give ids, and read as the tokenizer does.
-
-        Only the most likely token is allowed, so the others have probability 0 if log-probabilities are of what was
-        sampled from.
-        """
-        choice = self._choice(
-            GREETING,
-            prompt=TEXT,
-            add_special_tokens=False,
-            max_tokens=1,
-            top_k=1,
-            logprobs=5,
-            return_tokens_as_token_ids=True,
-        )
+    def _check_tokens(self, choice: dict[str, Any]) -> None:
+        """The server must give token ids, and read a text as the tokenizer does."""
         if not choice.get("token_ids") or not choice.get("prompt_token_ids"):
             raise UserError(
                 f"rollout.engine: {self.url} gives text without its token ids, which cannot be turned back into the "
@@ -163,9 +162,7 @@ class RemoteEngine:
             )
         ids = self.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
         if (theirs := choice["prompt_token_ids"]) != ids:
-            raise UserError(self._other(path, f"it reads {TEXT!r} as {_short(theirs)}, model.path as {_short(ids)}"))
-        (likely,) = choice["logprobs"]["top_logprobs"]
-        self.processed = min(likely.values()) < IMPOSSIBLE
+            raise UserError(self._other(f"it reads {TEXT!r} as {_short(theirs)}, model.path as {_short(ids)}"))
 
     def _check_sampling(self, sampling: Sampling) -> None:
         changed = sampling.temperature not in (0, 1) or sampling.top_p < 1 or sampling.top_k or sampling.min_tokens
@@ -176,10 +173,10 @@ class RemoteEngine:
                 "Start it with `--logprobs-mode processed_logprobs`, or leave these at 1, 1, 0, 0."
             )
 
-    def _other(self, path: str, why: str) -> str:
+    def _other(self, why: str) -> str:
         return (
-            f"rollout.engine: {self.url} serves {self.name!r}, which is not the model at model.path = {path!r}: {why}. "
-            "Set model.path to the model that is served."
+            f"rollout.engine: {self.url} serves {self.name!r}, which is not the model at model.path = {self.path!r}: "
+            f"{why}. Set model.path to the model that is served."
         )
 
     def _ask(self, path: str, seconds: float, body: dict[str, Any] | None = None) -> dict[str, Any]:
