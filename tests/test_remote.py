@@ -220,7 +220,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"cards": []}, "/v1/models lists no models"),
     "several": ({"cards": [{"id": "a"}, {"id": "b"}]}, "/v1 serves a, b; set model.path to one of these names"),
     "context": ({"cards": [{"id": "a", "max_model_len": 512}]}, "serves 'a', .* its context is 512 tokens, .* 256"),
-    "no ids": ({"first": {"text": "7"}}, "gives text without its token ids.*vLLM gives them from 0.10.2 on; SGLang"),
+    "SGLang": ({"cards": [{"id": "a", "owned_by": "sglang"}]}, "is SGLang's.*take --rollout.engine sglang"),
+    "no ids": ({"first": {"text": "7"}}, "gives text without its token ids.*vLLM's server gives them, from 0.10.2 on"),
     "tokenizer": ({"first": {"token_ids": [7], "prompt_token_ids": [0] * 9}}, "not the model .* as 0, 0, .* as 5, "),
 }
 

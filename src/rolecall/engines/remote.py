@@ -130,6 +130,11 @@ class RemoteEngine:
         cards = self._ask("/models", GREETING).get("data")
         if not cards:
             raise RunError(f"{self.url}/models lists no models.")
+        if cards[0].get("owned_by") == "sglang":
+            raise UserError(
+                f"rollout.engine: {self.url} is SGLang's. Its log-probabilities are those before top_k and top_p, and "
+                "it heeds seeds only in a slower mode. Serve the model with vLLM, or take --rollout.engine sglang."
+            )
         for card in cards:
             if self.path in (card["id"], card.get("root")):
                 return card
@@ -158,7 +163,7 @@ class RemoteEngine:
         if not choice.get("token_ids") or not choice.get("prompt_token_ids"):
             raise UserError(
                 f"rollout.engine: {self.url} gives text without its token ids, which cannot be turned back into the "
-                "tokens that were sampled. vLLM gives them from 0.10.2 on; SGLang's server and OpenAI's do not."
+                "tokens that were sampled. vLLM's server gives them, from 0.10.2 on."
             )
         ids = self.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
         if (theirs := choice["prompt_token_ids"]) != ids:
