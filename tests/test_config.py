@@ -84,9 +84,10 @@ def test_mistakes_name_the_key_the_value_and_the_way_out(sections, says):
         ({"top_k": 50}, "rollout.top_k = 50 (needs 0)"),
         ({"min_tokens": 1}, "rollout.min_tokens = 1 (needs 0)"),
         ({"temperature": 0}, "rollout.temperature = 0"),
+        ({"engine": "https://h/v1"}, "rollout.engine = 'https://h/v1': a server's weights cannot be synced"),
     ],
 )
-def test_training_refuses_what_the_trainer_cannot_describe(rollout, says):
+def test_training_refuses_what_is_for_evaluation(rollout, says):
     config = Config(rollout=rollout)  # fine for evaluation
     with pytest.raises(UserError) as error:
         config.check_trainable()

@@ -1,12 +1,16 @@
 """rolecall doctor: what it says must be so, on this machine and on poorer ones."""
 
 import importlib.metadata
+import shutil
+import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
 from packaging.requirements import Requirement
 
 from rolecall import doctor
+from rolecall.sync import mapped
 
 
 def by_name(checks: list[doctor.Check]) -> dict[str, doctor.Check]:
@@ -25,6 +29,22 @@ def test_what_is_installed_is_reported_with_its_version():
 def test_the_engines_that_need_no_installation_are_usable():
     checks = by_name(doctor.doctor())
     assert [checks[f"Engines/{name}"].status for name in ("native", "transformers")] == ["ok", "ok"]
+    assert checks["Engines/weight sync"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gpu_ways"), [(0, []), (1, ["CUDA IPC on a GPU"]), (2, ["CUDA IPC on a GPU", "NCCL 2.29.1 between GPUs"])]
+)
+def test_how_weights_can_travel_here(monkeypatch, tmp_path, gpus, gpu_ways):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 1))
+    monkeypatch.setattr(mapped, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 * 2**30))
+    shared = f"shared memory ({tmp_path}, 3.0 GiB free)"
+    assert list(doctor._ways()) == ["within a process nothing moves", *gpu_ways, shared, "gloo between machines"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**26))  # no room for a bucket
+    assert f"shared memory ({tempfile.gettempdir()}, 0.1 GiB free)" in doctor._ways()
 
 
 NEEDS = ["torch==2.13.0+cpu; platform_system != 'none'", "torch==1.0; platform_system == 'none'", "transformers<5.20"]

@@ -40,7 +40,7 @@ Weights = dict[str, torch.Tensor]
 
 def exact(rollout: Rollout) -> bool:
     """In float32 rounding decides no draw of this suite; in bfloat16 it decides one now and then."""
-    return DTYPE[rollout.config.rollout.engine] == torch.float32
+    return DTYPE.get(rollout.config.rollout.engine, torch.float32) == torch.float32
 
 
 def most_off(rollout: Rollout) -> float:
@@ -252,6 +252,16 @@ def test_the_same_seed_gives_the_same_sample_in_any_company(rollout: Rollout):
     assert same(rollout, alone, [sample for sample in expected if sample.index == 0])
     other = rollout.generate([replace(request, seed=1) for request in crowd])
     assert not same(rollout, other, expected)
+
+
+def test_500_requests_at_once(rollout: Rollout):
+    """All are answered, each with its own sample, in order."""
+    asked = requests(Sampling(max_tokens=3), prompts=[[2, 6 + i % 10, 6 + i // 10 % 10] for i in range(500)])
+    samples = rollout.generate(asked)
+    assert [(s.group_id, s.index, s.prompt) for s in samples] == [(r.group_id, 0, r.prompt) for r in asked]
+    assert all(len(s.response) == 3 or (s.finish == "stop" and s.response[-1] in ENDS) for s in samples)
+    few = asked[::50]
+    assert same(rollout, rollout.generate(few), [samples[request.group_id] for request in few])
 
 
 def test_any_end_token_ends_a_response_and_stays_in_it(rollout: Rollout):

@@ -61,6 +61,7 @@ def test_a_run_leaves_everything_it_promises(tmp_path, runs, recipe):
     assert sum(parameter.numel() for parameter in model.parameters()) > 10_000
     assert "<svg" in run.report.read_text()
     assert Config.load(run.dir / "config.toml").run.steps == 3
+    assert json.loads((run.dir / "versions.json").read_text())["weight sync"] == "nothing moves, one process"
     assert run.checkpoint.name == "step-000003"
     run.save_pretrained(tmp_path / "copy")
     assert (tmp_path / "copy" / "model.safetensors").exists()
@@ -69,7 +70,8 @@ def test_a_run_leaves_everything_it_promises(tmp_path, runs, recipe):
 def test_python_and_command_line_give_the_same_result(tmp_path, runs):
     line = command("train", RECIPES / "grpo-tiny.toml", "--run.dir", tmp_path / "cli", "--run.steps", 3)
     line += ["--rollout.prompts", "4", "--rollout.group_size=4", "--data.holdout", "4"]
-    subprocess.run(line, check=True, timeout=300)
+    shown = subprocess.run(line, check=True, timeout=300, stdout=subprocess.PIPE, text=True).stdout
+    assert "weight sync: nothing moves, one process\n" in shown
     assert comparable(tmp_path / "cli") == comparable(runs["grpo-tiny"].dir)
 
 

@@ -1,6 +1,7 @@
 """A whole run through Ray with vLLM in a process of its own, next to the Actor's."""
 
 import importlib.util
+import json
 import os
 import signal
 from collections import Counter
@@ -38,6 +39,21 @@ def test_learns_the_first_digit_with_vllm(tmp_path, local_ray):
         assert (line["sync/version"], line["sync/bytes"]) == (step, 4 * parameters)
         if "mismatch/mean" in line:  # not where all groups are flat and nothing was trained on
             assert line["mismatch/mean"] < 1e-4  # float32 in both; the first step is checked by the run itself
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_the_demo_takes_two_steps_with_vllm(tmp_path, local_ray):
+    """The real model, with the Actor and vLLM in two processes, and the recipe of `rolecall demo`."""
+    overrides = {
+        "run.dir": str(tmp_path / "run"), "run.steps": 2, "rollout.engine": "vllm", "model.dtype": "float32",
+        "rollout.prompts": 4, "rollout.group_size": 4, "data.holdout": 2, "run.eval_samples": 1,
+    }  # fmt: skip
+    run = rolecall.train(Config.load(Path(rolecall.__file__).with_name("demo.toml"), overrides))
+    assert [line["sync/version"] for line in run.metrics] == [1, 2]
+    assert json.loads((run.dir / "versions.json").read_text())["weight sync"] == "shared memory"
+    assert all(0 <= line["reward/mean"] <= 1 and line["mismatch/mean"] < 1e-3 for line in run.metrics)
+    assert run.metrics[0]["policy/grad_norm"] > 0  # so that step 2 generates from weights that were sent
 
 
 class KilledOnce(Rollout):

@@ -89,7 +89,8 @@ class Rollout(Section):
 
     engine: str = Field(
         "native",
-        description="native (on the Actor's own weights), transformers, vllm or sglang, see docs/engines.md",
+        description="native (on the Actor's own weights), transformers, vllm or sglang, or the URL of a vLLM server "
+        "(evaluation only), see docs/engines.md",
     )
     prompts: int = Field(8, ge=1, description="Prompts a step")
     group_size: int = Field(8, ge=1, description="Responses a prompt (G)")
@@ -111,6 +112,11 @@ class Rollout(Section):
     lora: Literal["merged", "adapter"] = Field(
         "merged", description="What of LoRA is sent to vllm: weights with the adapter in them, or the adapter alone"
     )
+
+    @property
+    def remote(self) -> bool:
+        """Whether the engine is a server at a URL."""
+        return self.engine.startswith(("http://", "https://"))
 
 
 # What each name sets, where the configuration does not; everything else is at the field's own default.
@@ -389,10 +395,16 @@ class Config(Section):
         """Refuse what can be generated from but not trained on.
 
         Raises:
-            UserError: a group too small for its baseline, or sampling that the trainer's log-probabilities would not
-                describe.
+            UserError: an engine that takes no weights, a group too small for its baseline, or sampling that the
+                trainer's log-probabilities would not describe.
         """
         rollout, algorithm = self.rollout, self.algorithm
+        if rollout.remote:
+            raise UserError(
+                f"rollout.engine = {rollout.engine!r}: a server's weights cannot be synced, so that after one step it "
+                "would generate from an old policy. Train with --rollout.engine native, vllm or sglang, and keep "
+                "the URL for `rolecall eval`."
+            )
         smallest = {"mean": 4, "leave-one-out": 2}.get(algorithm.baseline, 1)
         if rollout.group_size < smallest:
             raise UserError(

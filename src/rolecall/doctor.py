@@ -47,6 +47,8 @@ def doctor() -> list[Check]:
         _separate("vllm", "with a GPU pip install 'rolecall[vllm]', without one see docs/engines.md"),
         _separate("sglang", "with a GPU, and without vllm beside it: pip install 'rolecall[sglang]'"),
     ]
+    if not any(check.status == "missing" for check in checks):
+        checks.append(Check("Engines", "weight sync", "ok", ", ".join(_ways())))
     checks += [_package("Extras", requirement, extra) for extra in extras for requirement in extras[extra]]
     return checks
 
@@ -132,6 +134,24 @@ def _devices() -> Iterator[Check]:
         there = shutil.which("nvidia-smi") is not None
         detail = f"there is one, but torch {torch.__version__} cannot use it" if there else "none; the CPU does it all"
         yield Check("Devices", "gpu", "optional", detail, "install torch as https://pytorch.org says" if there else "")
+
+
+def _ways() -> Iterator[str]:
+    """How weights can reach an engine on this machine."""
+    import torch
+
+    from rolecall.sync import mapped
+    from rolecall.sync.buckets import BUCKET_BYTES
+
+    yield "within a process nothing moves"
+    if torch.cuda.is_available():
+        yield "CUDA IPC on a GPU"
+    if torch.cuda.device_count() > 1:
+        yield f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))} between GPUs"
+    folder = mapped.folder(BUCKET_BYTES)
+    yield f"shared memory ({folder}, {_gib(shutil.disk_usage(folder).free)} free)"
+    if torch.distributed.is_gloo_available():
+        yield "gloo between machines"
 
 
 def _gib(size: int) -> str:

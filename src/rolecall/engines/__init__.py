@@ -27,6 +27,10 @@ def launch(config: Config, loaded: Loaded | None = None) -> Engine:
         from rolecall.engines.vllm_lora import VLLMAdapterEngine
 
         return VLLMAdapterEngine(config)
+    if rollout.remote:
+        from rolecall.engines.remote import RemoteEngine
+
+        return RemoteEngine(config)
     if rollout.engine == "vllm":
         from rolecall.engines.vllm import VLLMEngine
 

@@ -140,6 +140,7 @@ def train(config: Config, *, resume: bool = False) -> Run:
         console.status("starting the roles")
         with cluster.spawn(config) as roles:
             state = State(Context(config, roles), data.Sampler(train_prompts, config.run.seed))
+            console.note(f"weight sync: {state.context.sync.transport}")
             if start:
                 state.load(start)
             with _recording(run_dir, state, console) as log:
@@ -177,7 +178,8 @@ def _recording(run_dir: Path, state: State, console: Console) -> Iterator[logs.M
     config = state.context.config
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.toml").write_text(config.to_toml())
-    (run_dir / "versions.json").write_text(json.dumps(versions.collect(), indent=2))
+    made_with = versions.collect() | {"weight sync": state.context.sync.transport}
+    (run_dir / "versions.json").write_text(json.dumps(made_with, indent=2))
     logs.truncate(run_dir, state.step or -1)
     log = logs.MetricsLog(run_dir, config)
     try:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-SHARED_MEMORY = "/dev/shm"  # small in many containers; then a file in the temporary folder, which also stays in memory
+SHARED_MEMORY = "/dev/shm"  # small in many containers
 
 
 def create(nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
@@ -20,11 +20,16 @@ def create(nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
     if device.type == "cuda":
         buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         return buffer, reduce_tensor(buffer)
-    room = os.path.isdir(SHARED_MEMORY) and shutil.disk_usage(SHARED_MEMORY).free > 2 * nbytes
-    file, path = tempfile.mkstemp(prefix="rolecall-", dir=SHARED_MEMORY if room else None)
+    file, path = tempfile.mkstemp(prefix="rolecall-", dir=folder(nbytes))
     os.truncate(file, nbytes)
     os.close(file)
     return attach(path, nbytes), path
+
+
+def folder(nbytes: int) -> str:
+    """Where a buffer on the host goes: without room in shared memory, to the temporary files (which stay in memory)."""
+    room = os.path.isdir(SHARED_MEMORY) and shutil.disk_usage(SHARED_MEMORY).free > 2 * nbytes
+    return SHARED_MEMORY if room else tempfile.gettempdir()
 
 
 def attach(handle: Any, nbytes: int) -> Tensor:
