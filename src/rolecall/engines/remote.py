@@ -74,17 +74,21 @@ class RemoteEngine:
                 pass
         return [sequence.sample(self.tokenizer) for sequence in sequences]
 
-    def start_update(self, entries: list[Entry]) -> None:
+    def expect(self, entries: list[Entry]) -> None:
         """Refuse: see ``Config.check_trainable``."""
         raise RunError(f"Weight sync: {self.url} is a server of its own, whose weights stay as they are.")
 
+    def start_update(self) -> None:
+        """Refuse, as ``expect``."""
+        self.expect([])
+
     def write(self, weights: list[tuple[str, Tensor]]) -> None:
-        """Refuse, as ``start_update``."""
-        self.start_update([])
+        """Refuse, as ``expect``."""
+        self.expect([])
 
     def finish_update(self, version: int) -> None:
-        """Refuse, as ``start_update``."""
-        self.start_update([])
+        """Refuse, as ``expect``."""
+        self.expect([])
 
     def sleep(self, level: Literal[1, 2]) -> None:
         """See ``Engine.sleep``: the memory is the server's."""

@@ -48,10 +48,7 @@ class WeightSync:
         self.limit, self.slots, self.verify = limit, slots, verify
         kind, device = transport or choose(actor.process, [rollout.process for rollout in rollouts])
         self.transport = NAMES[kind, device]
-        self._shared = kind == "shared"
-        self._link = Link(
-            kind, device, limit, slots, verify, actor.process.address, 1 + len(rollouts), self.actor.timeout
-        )
+        self._way = kind, device
         self._joined: list[str] = []  # the processes that are
         self._sizes: list[int] = []  # bytes of each bucket's tensors
 
@@ -68,7 +65,7 @@ class WeightSync:
             RunError: an engine does not have the Actor's weights, every parameter exactly. It keeps the old ones, or
                 if some were overwritten already, it refuses to generate until a sync has gone through.
         """
-        if self._shared:
+        if self._way[0] == "shared":
             self.rollouts[0].share_weights(version)
             return {"sync/bytes": 0, "sync/version": version}
         try:
@@ -99,13 +96,15 @@ class WeightSync:
 
     def _join(self) -> None:
         """Tell the engines once what will come, and connect them with the Actor's end."""
-        offer = self.actor.start(open_sender, self._link).result()
+        ranks, where = 1 + len(self.rollouts), self.actor.process.address
+        link = Link(*self._way, self.limit, self.slots, self.verify, where, ranks, self.actor.timeout)
+        offer = self.actor.start(open_sender, link).result()
         self._sizes = [sum(entry.nbytes for entry in bucket) for bucket in offer.buckets]
-        joining = [rollout.start("join", offer, self._link, rank) for rank, rollout in enumerate(self.rollouts, 1)]
-        if self._link.transport == "collective":
+        joining = [rollout.start("join", offer, link, rank) for rank, rollout in enumerate(self.rollouts, 1)]
+        if link.transport == "collective":
             joining.append(self.actor.start(join))
         _wait(joining)
-        if self._link.transport == "mapped":
+        if link.transport == "mapped":
             self.actor.start(join).result()
 
     def _each(self, method: str | Callable[..., Any], *args: Any) -> None:
