@@ -97,3 +97,14 @@ def test_vllm_killed_mid_generation_changes_nothing(tmp_path, local_ray, monkeyp
     assert set(Counter((line["step"], line["group_id"]) for line in samples).values()) == {4}  # none lost or doubled
     assert len({(line["group_id"], line["index"]) for line in samples}) == len(samples) == 3 * 4 * 4
     assert samples == wanted
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_vllm_over_two_processes_agrees_with_the_actor(tmp_path, local_ray):
+    """Each holds half of every layer; what a sync brings is split between them, and both change at once."""
+    overrides = {"run.dir": str(tmp_path / "run"), "rollout.engine": "vllm", "rollout.tensor_parallel": 2}
+    run = rolecall.train(Config.load(RECIPES / "grpo-tiny.toml", overrides | {"run.steps": 4, "run.eval_every": 0}))
+    gaps = [line["mismatch/mean"] for line in run.metrics if "mismatch/mean" in line]
+    assert [line["sync/version"] for line in run.metrics] == [1, 2, 3, 4]
+    assert gaps and max(gaps) < 1e-4

@@ -104,6 +104,7 @@ class Rollout(Section):
     replicas: int = Field(
         1, ge=1, description="Engines that share a step's prompts, each in a process of its own with its pool's GPUs"
     )
+    tensor_parallel: int = Field(1, ge=1, description="GPUs over which one engine's model is split (vllm)")
     sleep: Literal[0, 1, 2] = Field(
         0,
         description="What vllm and sglang free of their GPU while the roles train: nothing, all but a copy in host "
@@ -368,6 +369,11 @@ class Config(Section):
                 f"cluster.pools: the name {clash[0]!r} is the one of {rollout.engine}'s own process; take another"
             )
         beside = next(pool.roles for _, pool in processes if "rollout" in pool.roles)
+        if rollout.tensor_parallel > 1 and rollout.engine != "vllm":
+            raise ValueError(
+                f"rollout.tensor_parallel = {rollout.tensor_parallel} is for rollout.engine = 'vllm', not "
+                f"{rollout.engine!r}"
+            )
         if rollout.replicas > 1 and len(beside) > 1:
             raise ValueError(
                 f"rollout.replicas = {rollout.replicas}: the {rollout.engine} engine shares a process with "

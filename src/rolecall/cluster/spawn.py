@@ -95,7 +95,8 @@ def _bundles(config: Config, gpus: float) -> dict[str, dict[str, float]]:
     for name in sorted(pools, key=lambda name: name != actor):
         share = pools[name].gpus
         if share is None:
-            share = 1.0 if left >= 1 and pools[name].roles != ["reward"] else 0.0
+            wanted = config.rollout.tensor_parallel if pools[name].roles == ["rollout"] else 1
+            share = float(wanted) if left >= wanted and pools[name].roles != ["reward"] else 0.0
             left -= share
         shares[name] = share
     without = [name for name in pools if pools[name].roles == ["rollout"] and shares[name] == 0]

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from rolecall import models
 from rolecall.config import Config
@@ -52,6 +53,7 @@ class VLLMEngine:
         self.endings.context = min(longest, self.endings.context or longest)
         self.llm = _start(config, self.outline, self.device, self.endings.context)
         self._names = names_of_one(self.outline)  # vLLM keeps tied ones apart while it loads
+        self._parallel = config.rollout.tensor_parallel
         self._running: dict[str, Sequence] = {}
         self._ids = itertools.count()
         self._lock, self._next = threading.Lock(), threading.Lock()  # held while vLLM is called; while waiting for it
@@ -116,7 +118,9 @@ class VLLMEngine:
 
     def write(self, weights: list[tuple[str, Tensor]]) -> None:
         """See ``Engine.write``."""
+        portable = _portable if self._parallel > 1 else lambda value: value
         named = [(name, value) for sent, value in weights for name in self._names[sent]]
+        named = [(name, portable(value)) for name, value in named]
         with self._turn():
             self.llm.collective_rpc("write_weights", args=(named,))
 
@@ -209,8 +213,11 @@ def _start(config: Config, outline: Any, device: torch.device, longest: int) -> 
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    parallel = rollout.tensor_parallel
+    _check_parallel(parallel, device)
     if on_cpu:
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # how many threads is the pool's to say
+        binding = "nobind" if parallel == 1 else _shares(os.sched_getaffinity(0), parallel)
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)  # how many threads is the pool's to say
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # it would compile for seconds, and needs a C++ compiler
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -228,8 +235,10 @@ def _start(config: Config, outline: Any, device: torch.device, longest: int) -> 
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
             max_model_len=longest,
             max_num_seqs=rollout.max_sequences,
+            tensor_parallel_size=parallel,
+            distributed_executor_backend="mp" if parallel > 1 else None,
             gpu_memory_utilization=0.9 if on_cpu else 0.01,  # sizes nothing here, and vLLM wants so much free at first
-            kv_cache_memory_bytes=cache * token_bytes(outline),
+            kv_cache_memory_bytes=cache * token_bytes(outline) // parallel,
             enable_prefix_caching=True,
             # A prompt in parts takes back the draws of all parts but the last, which torch cannot on a CPU.
             enable_chunked_prefill=not on_cpu,
@@ -249,6 +258,27 @@ def _start(config: Config, outline: Any, device: torch.device, longest: int) -> 
     except (ValueError, NotImplementedError) as error:
         why = " ".join(str(error).split())
         raise UserError(f"rollout.engine: vLLM does not take the model {config.model.path!r}: {why:.300}") from error
+
+
+def _check_parallel(parallel: int, device: torch.device) -> None:
+    on_cpu = device.type == "cpu"
+    places = len(os.sched_getaffinity(0)) if on_cpu else torch.cuda.device_count()
+    if parallel > places:
+        raise UserError(
+            f"rollout.tensor_parallel = {parallel}, but the Rollout's process has {places} "
+            f"{'cores' if on_cpu else 'GPUs'}. Lower it, or give its pool as many (cluster.pools.NAME.gpus)."
+        )
+
+
+def _shares(cores: set[int], parallel: int) -> str:
+    """The cores of each of vLLM's processes, as it reads them."""
+    ordered = sorted(cores)
+    return "|".join(",".join(map(str, ordered[rank::parallel])) for rank in range(parallel))
+
+
+def _portable(value: Tensor) -> Any:
+    """What brings a tensor to another process: a handle to the GPU's memory, or a copy of its own."""
+    return reduce_tensor(value) if value.is_cuda else value.clone()
 
 
 def _check_head_size(path: str, size: int) -> None:

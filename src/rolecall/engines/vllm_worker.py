@@ -87,8 +87,10 @@ class WeightReceiver:
             self._expected = {name for name, _ in model.named_parameters()} - self._tied
         self._written = set()
 
-    def write_weights(self, weights: Weights) -> None:
+    def write_weights(self, weights: list[tuple[str, Any]]) -> None:
         assert self._written is not None
+        # From another process it comes as how to open it (see ``_portable``).
+        weights = [(name, value[0](*value[1]) if isinstance(value, tuple) else value) for name, value in weights]
         known = self._copies.get(weights[0][0])
         if known is not None and len(known.weights) == len(weights) and known.fits(weights):
             torch._foreach_copy_(known.targets, known.sources)
