@@ -6,7 +6,7 @@ import pytest
 
 from rolecall.config import Config
 from rolecall.errors import RunError
-from rolecall.loop.checks import first_step
+from rolecall.loop.checks import first_step, on_policy
 from rolecall.samples import Prompt, Sample
 
 GROUPS = [(7, Prompt("a", "", [1], {})), (9, Prompt("b", "", [1], {}))]
@@ -83,3 +83,14 @@ def test_engine_and_reference_start_equal_and_may_differ_later():
     with pytest.raises(RunError, match=r"engine - Reference.* is 0.5"):
         first_step(CONFIG, GROUPS, samples, METRICS, untrained=True)
     first_step(CONFIG, GROUPS, samples, METRICS, untrained=False)
+
+
+def test_older_weights_stop_any_step():
+    samples = step()
+    on_policy(samples, None)  # nothing has been synced
+    on_policy(samples, 0)
+    samples[5].versions = [(0, 1, 4), (1, 2, 5)]
+    with pytest.raises(
+        RunError, match=r"Tokens 0 to 1 of sample 1 in group 9 .* version 4, .* last sync was version 5"
+    ):
+        on_policy(samples[5:6], 5)

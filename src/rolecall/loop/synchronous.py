@@ -60,6 +60,7 @@ def _roll_out(
         drawn = sampler.draw(rollout.prompts - len(varied))
         with clock("generate"):
             made = stages.generate(context, drawn, rollout.group_size)
+            checks.on_policy(made, context.sync.version)
         with clock("score"):
             stages.score(context, drawn, made)
         groups, samples, varied = groups + drawn, samples + made, varied | stages.varied(made)

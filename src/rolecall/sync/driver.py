@@ -49,6 +49,7 @@ class WeightSync:
         kind, device = transport or choose(actor.process, [rollout.process for rollout in rollouts])
         self.transport = NAMES[kind, device]
         self._way = kind, device
+        self.version: int | None = None  # that the engines have since the last sync
         self._joined: list[str] = []  # the processes that are
         self._sizes: list[int] = []  # bytes of each bucket's tensors
 
@@ -67,12 +68,13 @@ class WeightSync:
         """
         if self._way[0] == "shared":
             self.rollouts[0].share_weights(version)
-            return {"sync/bytes": 0, "sync/version": version}
-        try:
-            self._move(version)
-        except RunError:  # which may be what one end has to say of the other's death
-            self._each(alive)
-            raise
+        else:
+            try:
+                self._move(version)
+            except RunError:  # which may be what one end has to say of the other's death
+                self._each(alive)
+                raise
+        self.version = version
         return {"sync/bytes": sum(self._sizes), "sync/version": version}
 
     def _move(self, version: int) -> None:
