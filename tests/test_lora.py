@@ -69,7 +69,7 @@ def perturb(actor: Actor, by: float = 0.3) -> None:
                 parameter += by * torch.randn(parameter.shape, generator=generator)
 
 
-# The merged weights. -----------------------------------------------------------------------------------------------
+# The merged weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -147,7 +147,7 @@ def test_the_saved_model_gives_the_adapters_logprobs(settings, tiny_path, tmp_pa
     assert max(moved) > 0.1
 
 
-# Training. ---------------------------------------------------------------------------------------------------------
+# Training
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -210,7 +210,7 @@ def test_the_reference_of_a_fully_trained_actor_has_a_model_of_its_own(settings)
     assert reference.logprobs(samples) == before != actor.logprobs(samples)
 
 
-# Checkpoints. ------------------------------------------------------------------------------------------------------
+# Checkpoints
 
 
 def test_a_checkpoint_holds_the_adapter_and_resumes_to_the_same_result(settings, tmp_path):
@@ -250,7 +250,7 @@ def test_alpha_and_targets_do_not_matter_without_an_adapter(settings, tmp_path):
     Actor(settings(model={"lora_rank": 0, "lora_alpha": 4, "lora_targets": ["q_proj"]})).load(tmp_path)
 
 
-# Engines. ----------------------------------------------------------------------------------------------------------
+# Engines
 
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])
@@ -272,9 +272,14 @@ def test_an_engine_in_the_actors_process_generates_with_the_adapter(settings, en
         torch.testing.assert_close(torch.tensor(sample.logprobs), plain_logprobs(merged, sample), atol=1e-5, rtol=0)
 
 
+def expect(engine: Any, weights: dict[str, Tensor]) -> None:
+    engine.expect([entry for bucket in plan(weights.items()) for entry in bucket])
+
+
 def update(engine: Any, actor: Actor, version: int) -> None:
     weights = dict(actor.weights())
-    engine.start_update([entry for bucket in plan(weights.items()) for entry in bucket])
+    expect(engine, weights)
+    engine.start_update()
     engine.write(weights.items())
     engine.finish_update(version)
 
@@ -334,14 +339,14 @@ def test_vllm_refuses_another_adapter_and_keeps_its_own(vllm, change):
     if change != "missing":
         weights |= {name + ".x": tensor} if change == "unknown" else {name: tensor[:1]}
     with pytest.raises(RunError, match=f"{name}.*of the adapter has shape.*nothing was written"):
-        engine.start_update([entry for bucket in plan(weights.items()) for entry in bucket])
+        expect(engine, weights)
     assert engine.version == version
 
 
 def test_vllm_refuses_half_an_adapter(vllm):
     actor, engine = vllm
     version, weights = engine.version, dict(actor.weights())
-    engine.start_update([entry for bucket in plan(weights.items()) for entry in bucket])
+    engine.start_update()
     engine.write(list(weights.items())[1:])
     with pytest.raises(RunError, match="1 of the adapter's tensors were not written"):
         engine.finish_update(version + 1)
@@ -409,7 +414,7 @@ def test_a_run_with_vllm(tmp_path, local_ray, sent):
     assert max(line["mismatch/mean"] for line in finished.metrics) < 1e-4
 
 
-# Mistakes. ---------------------------------------------------------------------------------------------------------
+# Mistakes
 
 
 def test_without_peft_the_message_says_how_to_install_it(settings, monkeypatch):
