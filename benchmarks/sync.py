@@ -239,10 +239,8 @@ def _table(result: dict[str, Any]) -> str:
             f"| {row['size']} | {row['engine']} | {row['transport']} | {row['mode']} | {row['seconds'] * 1e3:.1f} | "
             f"{row['bytes'] / row['seconds'] / 1e9:.2f} | {plain['copy_s'] / row['seconds']:.0%} | {share} |"
         )
-    for trl in [p for p in result["plain"] if p["engine"] == "trl"]:
-        lines.append(
-            f"| {trl['size']} | vllm | TRL {version('trl')}, in one process | | {trl['copy_s'] * 1e3:.1f} | | | |"
-        )
+    for size, seconds in result["trl"].items():
+        lines.append(f"| {size} | vllm | TRL {version('trl')}, in one process | | {seconds * 1e3:.1f} | | | |")
     lines += ["", "| model | engine | mean difference of log-probabilities | largest |", "|---|---|---|---|"]
     lines += [f"| {m['size']} | {m['engine']} | {m['mean']:.2g} | {m['max']:.2g} |" for m in result["mismatch"]]
     if result["sleep"]:
