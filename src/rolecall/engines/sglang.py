@@ -217,10 +217,7 @@ class SGLangEngine:
             self._sent.remove(name)
         stopped = name in self._called_off or not self._unpaused.is_set()
         if len(sequence.tokens) == known and not stopped:
-            raise RunError(
-                f"SGLang ended a response to prompt {sequence.request.prompt_id!r} after {known} of {sequence.limit} "
-                f"tokens ({reason})."
-            )
+            raise sequence.cut_short("SGLang", reason)
 
     def _request(self, name: str, sequence: Sequence) -> Any:
         """SGLang's request for the rest of a response."""
