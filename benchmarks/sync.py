@@ -154,7 +154,7 @@ def _measure(result: dict[str, Any], size: str, engine: str, actor: Handle, roll
                 start = time.perf_counter()
                 moved = sync(repeat)
                 seconds.append(time.perf_counter() - start)
-            row = {"engine": engine, "transport": sync.transport, "size": size, "mode": mode, "first_s": seconds[0]}
+            row = {"engine": engine, "transport": sync.way, "size": size, "mode": mode, "first_s": seconds[0]}
             row |= {"seconds": statistics.median(seconds[1:]), "bytes": moved["sync/bytes"], "verified": sync.verify}
             result["rows"].append(row)
             print(row, flush=True)
@@ -166,7 +166,7 @@ def _measure(result: dict[str, Any], size: str, engine: str, actor: Handle, roll
         sending = actor.start(broadcast_seconds, *where, 0, nbytes)
         rollout.start(broadcast_seconds, *where, 1, nbytes).result()
         plain["broadcast_s"] = sending.result()
-    result["plain"].append(plain | {"transport": sync.transport})
+    result["plain"].append(plain | {"transport": sync.way})
     requests = [Request(i, str(i), [2, 3, 7 + i, 4], 8, 0, Sampling(64)) for i in range(8)]
     samples = rollout.generate(requests)
     gaps = [
@@ -175,7 +175,7 @@ def _measure(result: dict[str, Any], size: str, engine: str, actor: Handle, roll
         for a, b in zip(row, sample.logprobs, strict=True)
     ]
     result["mismatch"].append({"size": size, "engine": engine, "mean": statistics.fmean(gaps), "max": max(gaps)})
-    if sync.transport == "CUDA IPC":
+    if sync.way == "CUDA IPC":
         result["sleep"] += [_sleep(size, level, actor, rollout, samples, requests) for level in (1, 2)]
 
 
