@@ -118,9 +118,9 @@ class VLLMEngine:
 
     def write(self, weights: list[tuple[str, Tensor]]) -> None:
         """See ``Engine.write``."""
-        portable = _portable if self._parallel > 1 else lambda value: value
-        named = [(name, value) for sent, value in weights for name in self._names[sent]]
-        named = [(name, portable(value)) for name, value in named]
+        named: list[tuple[str, Any]] = [(name, value) for sent, value in weights for name in self._names[sent]]
+        if self._parallel > 1:
+            named = [(name, _portable(value)) for name, value in named]
         with self._turn():
             self.llm.collective_rpc("write_weights", args=(named,))
 
@@ -190,10 +190,7 @@ class VLLMEngine:
             for token, logprobs in zip(completion.token_ids, completion.logprobs, strict=True):
                 sequence.append(token, logprobs[token].logprob, self.endings, self.version)
             if output.finished and not sequence.finish:
-                raise RunError(
-                    f"vLLM ended a response to prompt {sequence.request.prompt_id!r} after {len(sequence.tokens)} of "
-                    f"{sequence.limit} tokens ({completion.finish_reason})."
-                )
+                raise sequence.cut_short("vLLM", completion.finish_reason)
             if output.finished:
                 del self._running[output.request_id]
             elif sequence.finish:
