@@ -534,7 +534,7 @@ def test_two_calls_at_once_get_their_own_samples(engine: Any, rollout: Rollout):
 @pytest.mark.parametrize(("engine", "name"), [("vllm", "vLLM"), ("sglang", "SGLang")])
 def test_a_machine_without_it_is_told_what_to_install(folder: Path, monkeypatch: Any, engine: str, name: str):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=rf"{name} is not installed.*pip install 'rolecall\[{engine}\]'"):
+    with pytest.raises(UserError, match=rf"{name} is not installed\. Install it: pip install 'rolecall\[{engine}\]'"):
         Rollout(config(folder, engine))
 
 
