@@ -1,7 +1,6 @@
 """LoRA: what is trained, saved, resumed and sent, and that the adapter reaches the engine."""
 
 import copy
-import importlib.util
 import threading
 import time
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from rolecall.samples import Request, Sampling
 from rolecall.sync.buckets import plan
 from rolecall.training.optimizer import bytes_to_train
 from training_samples import gradients, plain_logprobs, uneven
-from vllm_here import vllm_here
+from vllm_here import needs_vllm, vllm_here
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -395,7 +394,7 @@ def test_grpo_learns_with_an_adapter(tmp_path, tiny_path, local_ray):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (docs/engines.md)")
+@needs_vllm
 @pytest.mark.parametrize("sent", ["merged", "adapter"])
 def test_a_run_with_vllm(tmp_path, local_ray, sent):
     finished = run(

@@ -156,10 +156,6 @@ def greedy(actor: Actor) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-def versions(rollout) -> list[tuple[int, int, int]]:
-    return rollout.generate([GREEDY])[0].versions
-
-
 # In one process
 
 
@@ -369,9 +365,6 @@ def test_no_more_buckets_are_on_their_way_than_there_are_slots(apart, slots):
     move = WeightSync(Here(actor, log), [Here(rollout, log)], limit=60_000, slots=slots)
     moved = move(3)
     assert log.count("write done") == log.count("start pack") > 4
-    for end in range(len(log)):
-        started, done = log[:end].count("start write"), log[:end].count("write done")
-        assert started - done <= slots
     most = max(log[:end].count("start write") - log[:end].count("write done") for end in range(len(log)))
     assert most == slots
     assert moved == {"sync/version": 3, "sync/bytes": sum(p.nbytes for p in actor.loaded.model.parameters())}
