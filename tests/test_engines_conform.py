@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 from forward import plain, sampled_logprobs
 from rolecall import models
 from rolecall.config import SEPARATE_ENGINES, Config
+from rolecall.engines.vllm import _check_parallel, _shares
 from rolecall.errors import RunError, UserError
 from rolecall.models.tiny import VOCABULARY, make
 from rolecall.roles.rollout import Rollout
@@ -554,6 +555,12 @@ def test_sglang_says_at_once_where_it_cannot_run(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(models, "device", lambda: torch.device("cuda"))
     with pytest.raises(UserError, match=r"bfloat16 or float16, the model's type is float32\. Set --model\.dtype"):
         Rollout(config(folder, "sglang", dtype="float32"))
+
+
+def test_vllm_over_more_gpus_or_cores_than_there_are_is_refused():
+    with pytest.raises(UserError, match=r"rollout\.tensor_parallel = 1000000, but .* has \d+ (cores|GPUs)\. Lower it"):
+        _check_parallel(10**6, models.device())
+    assert _shares({5, 1, 2, 7, 3}, 2) == "1,3,7|2,5"
 
 
 @only("sglang")  # the last one: it ends the engine

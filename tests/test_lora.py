@@ -1,8 +1,6 @@
 """LoRA: what is trained, saved, resumed and sent, and that the adapter reaches the engine."""
 
 import copy
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from rolecall.roles.rollout import Rollout
 from rolecall.samples import Request, Sampling
 from rolecall.sync.buckets import plan
 from rolecall.training.optimizer import bytes_to_train
+from test_engines_conform import Generating
 from training_samples import gradients, plain_logprobs, uneven
 from vllm_here import needs_vllm, vllm_here
 
@@ -296,20 +295,16 @@ def vllm(tiny_path: Path) -> Iterator[tuple[Actor, Any]]:
 def test_vllm_takes_the_adapter_alone_even_in_the_middle_of_responses(vllm):
     """Each token is of the adapter that its span names, and what came before it is read with that, not from a cache."""
     actor, engine = vllm
-    start, samples = engine.version, []
-    models = [merged_model(actor)]
+    start, models = engine.version, [merged_model(actor)]
     sampling = Sampling(max_tokens=200, min_tokens=200)
     asked = [Request(0, "p", [2, 3, 6, 7, 4], 2, 0, sampling)]
-    thread = threading.Thread(target=lambda: samples.extend(engine.generate(asked)), daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not any(len(s.tokens) >= 10 for s in list(engine._running.values())):
-        time.sleep(0.001)
+    thread = Generating(engine, asked)
+    thread.reach(10)
     perturb(actor)
     update(engine, actor, start + 1)
     models.append(merged_model(actor))
-    thread.join(60)
-    assert not thread.is_alive() and len(samples) == 2
+    samples = thread.end()
+    assert len(samples) == 2
     for sample in samples:
         assert [version for _, _, version in sample.versions] == [start, start + 1]
         found = torch.tensor(sample.logprobs)

@@ -130,6 +130,11 @@ def choose(actor: Process, rollouts: list[Process]) -> tuple[str, str]:
     return ("mapped" if one_node else "collective"), "cpu"
 
 
+def _wait(futures: list[Future]) -> None:
+    for future in futures:
+        future.result()
+
+
 # In the Actor's process
 
 
@@ -160,8 +165,3 @@ def release(actor: Any) -> None:
 
 def alive(rollout: Any) -> None:
     """Answers."""
-
-
-def _wait(futures: list[Future]) -> None:
-    for future in futures:
-        future.result()
