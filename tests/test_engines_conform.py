@@ -152,8 +152,10 @@ def announce(rollout: Rollout, weights: Weights, version: int) -> Sender:
     weights = {name: value.to(own) if value.dtype == torch.float32 else value for name, value in weights.items()}
     link = Link("mapped", "cpu", 40_000, 2, True, "127.0.0.1", 2, 60.0)
     sender = Sender(weights.items, link)
-    rollout.join(sender.offer, link, 1)
-    sender.join()
+    try:
+        rollout.join(sender.offer, link, 1)
+    finally:  # also where a test has it refused
+        sender.join()
     rollout.start_update(version)
     return sender
 

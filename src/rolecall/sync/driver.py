@@ -107,9 +107,11 @@ class WeightSync:
         joining = [rollout.start("join", offer, link, rank) for rank, rollout in enumerate(self.rollouts, 1)]
         if link.transport == "collective":
             joining.append(self.actor.start(join))
-        _wait(joining)
-        if link.transport == "mapped":
-            self.actor.start(join).result()
+        try:
+            _wait(joining)
+        finally:  # a mapped file would outlive the run
+            if link.transport == "mapped":
+                self.actor.start(join).result()
 
     def _each(self, method: str | Callable[..., Any], *args: Any) -> None:
         _wait([rollout.start(method, *args) for rollout in self.rollouts])
