@@ -154,7 +154,7 @@ def _measure(result: dict[str, Any], size: str, engine: str, actor: Handle, roll
                 start = time.perf_counter()
                 moved = sync(repeat)
                 seconds.append(time.perf_counter() - start)
-            row = {"engine": engine, "transport": sync.transport, "size": size, "mode": mode, "first_s": seconds[0]}
+            row = {"engine": engine, "transport": sync.way, "size": size, "mode": mode, "first_s": seconds[0]}
             row |= {"seconds": statistics.median(seconds[1:]), "bytes": moved["sync/bytes"], "verified": sync.verify}
             result["rows"].append(row)
             print(row, flush=True)
@@ -166,7 +166,7 @@ def _measure(result: dict[str, Any], size: str, engine: str, actor: Handle, roll
         sending = actor.start(broadcast_seconds, *where, 0, nbytes)
         rollout.start(broadcast_seconds, *where, 1, nbytes).result()
         plain["broadcast_s"] = sending.result()
-    result["plain"].append(plain | {"transport": sync.transport})
+    result["plain"].append(plain | {"transport": sync.way})
     requests = [Request(i, str(i), [2, 3, 7 + i, 4], 8, 0, Sampling(64)) for i in range(8)]
     samples = rollout.generate(requests)
     gaps = [
@@ -175,7 +175,7 @@ def _measure(result: dict[str, Any], size: str, engine: str, actor: Handle, roll
         for a, b in zip(row, sample.logprobs, strict=True)
     ]
     result["mismatch"].append({"size": size, "engine": engine, "mean": statistics.fmean(gaps), "max": max(gaps)})
-    if sync.transport == "CUDA IPC":
+    if sync.way == "CUDA IPC":
         result["sleep"] += [_sleep(size, level, actor, rollout, samples, requests) for level in (1, 2)]
 
 
@@ -239,10 +239,8 @@ def _table(result: dict[str, Any]) -> str:
             f"| {row['size']} | {row['engine']} | {row['transport']} | {row['mode']} | {row['seconds'] * 1e3:.1f} | "
             f"{row['bytes'] / row['seconds'] / 1e9:.2f} | {plain['copy_s'] / row['seconds']:.0%} | {share} |"
         )
-    for trl in [p for p in result["plain"] if p["engine"] == "trl"]:
-        lines.append(
-            f"| {trl['size']} | vllm | TRL {version('trl')}, in one process | | {trl['copy_s'] * 1e3:.1f} | | | |"
-        )
+    for size, seconds in result["trl"].items():
+        lines.append(f"| {size} | vllm | TRL {version('trl')}, in one process | | {seconds * 1e3:.1f} | | | |")
     lines += ["", "| model | engine | mean difference of log-probabilities | largest |", "|---|---|---|---|"]
     lines += [f"| {m['size']} | {m['engine']} | {m['mean']:.2g} | {m['max']:.2g} |" for m in result["mismatch"]]
     if result["sleep"]:

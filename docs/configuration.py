@@ -1,6 +1,6 @@
 """Makes docs/configuration.md from the types: ``python docs/configuration.py > docs/configuration.md``."""
 
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -44,7 +44,7 @@ def _type(annotation: Any) -> str:
     args = [arg for arg in get_args(annotation) if arg is not type(None)]
     if not args:
         return annotation.__name__
-    if all(isinstance(arg, str) for arg in args):
+    if get_origin(annotation) is Literal:
         return ", ".join(f"`{arg}`" for arg in args)
     if annotation.__class__.__name__ in ("UnionType", "_UnionGenericAlias"):
         return " or ".join(_type(arg) for arg in args)

@@ -90,7 +90,5 @@ def test_older_weights_stop_any_step():
     on_policy(samples, None)  # nothing has been synced
     on_policy(samples, 0)
     samples[5].versions = [(0, 1, 4), (1, 2, 5)]
-    with pytest.raises(
-        RunError, match=r"Tokens 0 to 1 of sample 1 in group 9 .* version 4, .* was version 5"
-    ):
+    with pytest.raises(RunError, match=r"Tokens 0 to 1 of sample 1 in group 9 .* version 4, .* was version 5"):
         on_policy(samples[5:6], 5)

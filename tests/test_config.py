@@ -58,6 +58,10 @@ def test_there_are_few_fields():
         ({"cluster": {"pools": {"a": {"roles": ["actor", "actor", "rollout", "reward"]}}}}, "places actor more than"),
         ({"cluster": {"pools": {"a": {"role": ["actor"]}}}}, "Did you mean 'roles'?"),
         (
+            {"rollout": {"tensor_parallel": 2}},
+            "rollout.tensor_parallel = 2 is for rollout.engine = 'vllm', not 'native'",
+        ),
+        (
             {"rollout": {"sleep": 1}},
             "rollout.sleep = 1 is for engines with weights of their own (vllm, sglang), not 'native'",
         ),

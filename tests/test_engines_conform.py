@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 from forward import plain, sampled_logprobs
 from rolecall import models
 from rolecall.config import SEPARATE_ENGINES, Config
+from rolecall.engines.vllm import _check_parallel, _shares
 from rolecall.errors import RunError, UserError
 from rolecall.models.tiny import VOCABULARY, make
 from rolecall.roles.rollout import Rollout
@@ -151,8 +152,10 @@ def announce(rollout: Rollout, weights: Weights, version: int) -> Sender:
     weights = {name: value.to(own) if value.dtype == torch.float32 else value for name, value in weights.items()}
     link = Link("mapped", "cpu", 40_000, 2, True, "127.0.0.1", 2, 60.0)
     sender = Sender(weights.items, link)
-    rollout.join(sender.offer, link, 1)
-    sender.join()
+    try:
+        rollout.join(sender.offer, link, 1)
+    finally:  # also where a test has it refused
+        sender.join()
     rollout.start_update(version)
     return sender
 
@@ -534,7 +537,7 @@ def test_two_calls_at_once_get_their_own_samples(engine: Any, rollout: Rollout):
 @pytest.mark.parametrize(("engine", "name"), [("vllm", "vLLM"), ("sglang", "SGLang")])
 def test_a_machine_without_it_is_told_what_to_install(folder: Path, monkeypatch: Any, engine: str, name: str):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=rf"{name} is not installed.*pip install 'rolecall\[{engine}\]'"):
+    with pytest.raises(UserError, match=rf"{name} is not installed\. Install it: pip install 'rolecall\[{engine}\]'"):
         Rollout(config(folder, engine))
 
 
@@ -554,6 +557,12 @@ def test_sglang_says_at_once_where_it_cannot_run(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(models, "device", lambda: torch.device("cuda"))
     with pytest.raises(UserError, match=r"bfloat16 or float16, the model's type is float32\. Set --model\.dtype"):
         Rollout(config(folder, "sglang", dtype="float32"))
+
+
+def test_vllm_over_more_gpus_or_cores_than_there_are_is_refused():
+    with pytest.raises(UserError, match=r"rollout\.tensor_parallel = 1000000, but .* has \d+ (cores|GPUs)\. Lower it"):
+        _check_parallel(10**6, models.device())
+    assert _shares({5, 1, 2, 7, 3}, 2) == "1,3,7|2,5"
 
 
 @only("sglang")  # the last one: it ends the engine

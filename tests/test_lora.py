@@ -1,9 +1,6 @@
 """LoRA: what is trained, saved, resumed and sent, and that the adapter reaches the engine."""
 
 import copy
-import importlib.util
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +25,9 @@ from rolecall.roles.rollout import Rollout
 from rolecall.samples import Request, Sampling
 from rolecall.sync.buckets import plan
 from rolecall.training.optimizer import bytes_to_train
+from test_engines_conform import Generating
 from training_samples import gradients, plain_logprobs, uneven
-from vllm_here import vllm_here
+from vllm_here import needs_vllm, vllm_here
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -69,7 +67,7 @@ def perturb(actor: Actor, by: float = 0.3) -> None:
                 parameter += by * torch.randn(parameter.shape, generator=generator)
 
 
-# The merged weights. -----------------------------------------------------------------------------------------------
+# The merged weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -147,7 +145,7 @@ def test_the_saved_model_gives_the_adapters_logprobs(settings, tiny_path, tmp_pa
     assert max(moved) > 0.1
 
 
-# Training. ---------------------------------------------------------------------------------------------------------
+# Training
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -210,7 +208,7 @@ def test_the_reference_of_a_fully_trained_actor_has_a_model_of_its_own(settings)
     assert reference.logprobs(samples) == before != actor.logprobs(samples)
 
 
-# Checkpoints. ------------------------------------------------------------------------------------------------------
+# Checkpoints
 
 
 def test_a_checkpoint_holds_the_adapter_and_resumes_to_the_same_result(settings, tmp_path):
@@ -250,7 +248,7 @@ def test_alpha_and_targets_do_not_matter_without_an_adapter(settings, tmp_path):
     Actor(settings(model={"lora_rank": 0, "lora_alpha": 4, "lora_targets": ["q_proj"]})).load(tmp_path)
 
 
-# Engines. ----------------------------------------------------------------------------------------------------------
+# Engines
 
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])
@@ -272,9 +270,14 @@ def test_an_engine_in_the_actors_process_generates_with_the_adapter(settings, en
         torch.testing.assert_close(torch.tensor(sample.logprobs), plain_logprobs(merged, sample), atol=1e-5, rtol=0)
 
 
+def expect(engine: Any, weights: dict[str, Tensor]) -> None:
+    engine.expect([entry for bucket in plan(weights.items()) for entry in bucket])
+
+
 def update(engine: Any, actor: Actor, version: int) -> None:
     weights = dict(actor.weights())
-    engine.start_update([entry for bucket in plan(weights.items()) for entry in bucket])
+    expect(engine, weights)
+    engine.start_update()
     engine.write(weights.items())
     engine.finish_update(version)
 
@@ -292,20 +295,16 @@ def vllm(tiny_path: Path) -> Iterator[tuple[Actor, Any]]:
 def test_vllm_takes_the_adapter_alone_even_in_the_middle_of_responses(vllm):
     """Each token is of the adapter that its span names, and what came before it is read with that, not from a cache."""
     actor, engine = vllm
-    start, samples = engine.version, []
-    models = [merged_model(actor)]
+    start, models = engine.version, [merged_model(actor)]
     sampling = Sampling(max_tokens=200, min_tokens=200)
     asked = [Request(0, "p", [2, 3, 6, 7, 4], 2, 0, sampling)]
-    thread = threading.Thread(target=lambda: samples.extend(engine.generate(asked)), daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not any(len(s.tokens) >= 10 for s in list(engine._running.values())):
-        time.sleep(0.001)
+    thread = Generating(engine, asked)
+    thread.reach(10)
     perturb(actor)
     update(engine, actor, start + 1)
     models.append(merged_model(actor))
-    thread.join(60)
-    assert not thread.is_alive() and len(samples) == 2
+    samples = thread.end()
+    assert len(samples) == 2
     for sample in samples:
         assert [version for _, _, version in sample.versions] == [start, start + 1]
         found = torch.tensor(sample.logprobs)
@@ -334,14 +333,14 @@ def test_vllm_refuses_another_adapter_and_keeps_its_own(vllm, change):
     if change != "missing":
         weights |= {name + ".x": tensor} if change == "unknown" else {name: tensor[:1]}
     with pytest.raises(RunError, match=f"{name}.*of the adapter has shape.*nothing was written"):
-        engine.start_update([entry for bucket in plan(weights.items()) for entry in bucket])
+        expect(engine, weights)
     assert engine.version == version
 
 
 def test_vllm_refuses_half_an_adapter(vllm):
     actor, engine = vllm
     version, weights = engine.version, dict(actor.weights())
-    engine.start_update([entry for bucket in plan(weights.items()) for entry in bucket])
+    engine.start_update()
     engine.write(list(weights.items())[1:])
     with pytest.raises(RunError, match="1 of the adapter's tensors were not written"):
         engine.finish_update(version + 1)
@@ -390,7 +389,7 @@ def test_grpo_learns_with_an_adapter(tmp_path, tiny_path, local_ray):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (docs/engines.md)")
+@needs_vllm
 @pytest.mark.parametrize("sent", ["merged", "adapter"])
 def test_a_run_with_vllm(tmp_path, local_ray, sent):
     finished = run(
@@ -409,7 +408,7 @@ def test_a_run_with_vllm(tmp_path, local_ray, sent):
     assert max(line["mismatch/mean"] for line in finished.metrics) < 1e-4
 
 
-# Mistakes. ---------------------------------------------------------------------------------------------------------
+# Mistakes
 
 
 def test_without_peft_the_message_says_how_to_install_it(settings, monkeypatch):

@@ -273,7 +273,8 @@ def test_a_response_that_the_server_cut_off(pretending: Pretending, tiny_path: P
 
 def test_it_takes_no_weights(pretending: Pretending, tiny_path: Path):
     engine = launch(config(tiny_path, pretending.url))
-    for call in (partial(engine.start_update, []), partial(engine.write, []), partial(engine.finish_update, 1)):
+    calls = partial(engine.expect, []), engine.start_update, partial(engine.write, []), partial(engine.finish_update, 1)
+    for call in calls:
         with pytest.raises(RunError, match="a server of its own, whose weights stay as they are"):
             call()
     assert engine.version == 0

@@ -124,6 +124,12 @@ def test_each_replica_has_a_bundle_of_its_own():
     assert places(8, "vllm", 1, two) == {"train": 1, "roll": 2, "score": 0}
 
 
+def test_an_engine_over_several_gpus_has_all_of_them():
+    settings = Config(rollout={"engine": "vllm", "tensor_parallel": 2, "replicas": 2}, cluster={"pools": APART})
+    found = {name: bundle.get("GPU", 0) for name, bundle in _bundles(settings, 5).items()}
+    assert found == {"train": 1, "roll-0": 2, "roll-1": 2, "score": 0}
+
+
 def test_what_cannot_be_replicated_is_refused_with_the_way_out():
     with pytest.raises(UserError, match=r"rollout.replicas = 2: the native engine shares .* actor, .* pool of its own"):
         Config(rollout={"replicas": 2})

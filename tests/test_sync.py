@@ -156,10 +156,6 @@ def greedy(actor: Actor) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-def versions(rollout) -> list[tuple[int, int, int]]:
-    return rollout.generate([GREEDY])[0].versions
-
-
 # In one process
 
 
@@ -205,8 +201,10 @@ def join(actor: Actor, rollout: Rollout, link: Link = LINK) -> Sender:
     """What the driver does at a run's first sync, with both ends in this process."""
     sender = Sender(actor.weights, link)
     assert len(sender.buckets) > 2
-    rollout.join(sender.offer, link, 1)
-    sender.join()
+    try:
+        rollout.join(sender.offer, link, 1)
+    finally:
+        sender.join()
     return sender
 
 
@@ -287,6 +285,7 @@ def test_weights_of_another_model_are_refused_by_name_and_the_old_ones_stay(apar
     with pytest.raises(RunError, match=r"no parameter 'extra'"):
         join(actor, rollout)
     sender = Sender(actor.weights, LINK)
+    sender.join()
     del model.extra
     with pytest.raises(RunError, match=r"'extra' .* was announced"):
         [sender.pack(number) for number in range(len(sender.buckets))]
@@ -369,9 +368,6 @@ def test_no_more_buckets_are_on_their_way_than_there_are_slots(apart, slots):
     move = WeightSync(Here(actor, log), [Here(rollout, log)], limit=60_000, slots=slots)
     moved = move(3)
     assert log.count("write done") == log.count("start pack") > 4
-    for end in range(len(log)):
-        started, done = log[:end].count("start write"), log[:end].count("write done")
-        assert started - done <= slots
     most = max(log[:end].count("start write") - log[:end].count("write done") for end in range(len(log)))
     assert most == slots
     assert moved == {"sync/version": 3, "sync/bytes": sum(p.nbytes for p in actor.loaded.model.parameters())}
@@ -462,8 +458,14 @@ def test_a_failed_sync_names_itself(in_two_processes):
     roles.actor.start(poison).result()
     with pytest.raises(RunError, match=r"no parameter 'extra'"):
         WeightSync(roles.actor, roles.rollout.handles)(11)
+    assert not roles.actor.start(left_behind).result()
     roles.actor.start(cure).result()
     assert WeightSync(roles.actor, roles.rollout.handles)(12)["sync/version"] == 12
+
+
+def left_behind(actor: Actor) -> list[str]:
+    """The files under the slots of the last sync, which none needs once they are mapped, or once that has failed."""
+    return [path for path in actor.sender.offer.handles if os.path.exists(path)]
 
 
 def poison(actor: Actor) -> None:

@@ -1,6 +1,5 @@
 """A whole run through Ray with vLLM in a process of its own, next to the Actor's."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -16,12 +15,9 @@ from rolecall.config import Config
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Request, Sample
 from rolecall.telemetry import logs
+from vllm_here import needs_vllm
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-INSTALLED = importlib.util.find_spec("vllm") is not None
-
-
-needs_vllm = pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed (docs/engines.md)")
 
 
 @pytest.mark.slow

@@ -12,6 +12,10 @@ import torch
 from rolecall.config import Config
 from rolecall.roles.rollout import Rollout
 
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (docs/engines.md)"
+)
+
 
 @contextmanager
 def vllm_here(settings: Config) -> Iterator[Rollout]:

@@ -262,10 +262,14 @@ class Critic(Optimizer):
 
 
 class Pool(Section):
-    """Roles that share one process (and so one GPU)."""
+    """Roles that share one process and its GPU."""
 
     roles: list[Role] = Field(description="Which roles live here")
-    gpus: float | None = Field(None, ge=0, description="GPUs reserved; unset: 1 for a role with a model, if there are")
+    gpus: float | None = Field(
+        None,
+        ge=0,
+        description="GPUs reserved; unset: 1 a model (a Rollout alone: tensor_parallel), if there are",
+    )
     cpus: float = Field(0.0, ge=0, description="CPUs reserved")
     threads: int = Field(0, ge=0, description="torch threads; 0: the node's cores")
 
@@ -284,7 +288,7 @@ class Cluster(Section):
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
         "PACK", description="Ray's placement of pools on nodes"
     )
-    timeout: float = Field(1800.0, gt=0, description="Seconds any call to a role may take before the run stops")
+    timeout: float = Field(1800.0, gt=0, description="Seconds any call to a role may take; then its process is killed")
 
 
 class Run(Section):
@@ -368,12 +372,12 @@ class Config(Section):
             raise ValueError(
                 f"cluster.pools: the name {clash[0]!r} is the one of {rollout.engine}'s own process; take another"
             )
-        beside = next(pool.roles for _, pool in processes if "rollout" in pool.roles)
         if rollout.tensor_parallel > 1 and rollout.engine != "vllm":
             raise ValueError(
                 f"rollout.tensor_parallel = {rollout.tensor_parallel} is for rollout.engine = 'vllm', not "
                 f"{rollout.engine!r}"
             )
+        beside = next(pool.roles for _, pool in processes if "rollout" in pool.roles)
         if rollout.replicas > 1 and len(beside) > 1:
             raise ValueError(
                 f"rollout.replicas = {rollout.replicas}: the {rollout.engine} engine shares a process with "

@@ -81,11 +81,6 @@ class Replicas:
             with contextlib.suppress(ProcessDied):  # the sync before the next generation finds it dead
                 call.result()
 
-    def wake(self, part: str) -> None:
-        """See ``Rollout.wake``."""
-        for call in [handle.start("wake", part) for handle in self.handles]:
-            call.result()
-
     def _ask(self, requests: list[Request], answers: dict[int, list[Sample]]) -> None:
         """Add the answers that are missing; where a process dies, those of the others."""
         _ = self.version  # refuses several

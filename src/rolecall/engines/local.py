@@ -1,4 +1,4 @@
-"""New weights for an engine: what is refused, and how they get into a model in this process."""
+"""What the engines share that work on a model in this process; and what weights any engine refuses."""
 
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from rolecall.sync.buckets import Entry
 
 
 class LocalEngine:
-    """What the engines share that work on the parameters of a model in this process."""
+    """An engine on the parameters of a model in this process."""
 
     def __init__(self, loaded: Loaded, max_sequences: int):
         self.model: Any = loaded.model
@@ -78,11 +78,3 @@ def check_entries(model: nn.Module, entries: list[Entry]) -> None:
             f"Weight sync: {len(missing)} of {len(own)} parameters were not sent ({', '.join(missing[:3])}, ...); "
             "nothing was written."
         )
-
-
-def names_of_one(model: nn.Module) -> dict[str, list[str]]:
-    """Each parameter's name -> all names of it, the first one that the model gives it in front."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name: group for group in names.values() for name in group}

@@ -117,10 +117,7 @@ class RemoteEngine:
             sequence.append(token, logprob, self.endings, self.version)
             if sequence.finish:
                 return
-        raise RunError(
-            f"{self.url} ended a response to prompt {request.prompt_id!r} after {len(sequence.tokens)} of "
-            f"{sequence.limit} tokens ({choice['finish_reason']})."
-        )
+        raise sequence.cut_short(self.url, choice["finish_reason"])
 
     def _choice(self, seconds: float, **fields: Any) -> dict[str, Any]:
         """One completion. Sampling defaults that the model ships, and the server takes over, are set aside."""

@@ -88,6 +88,13 @@ class Sequence:
         elif len(self.tokens) == self.limit:
             self.finish = "length"
 
+    def cut_short(self, engine: str, reason: Any) -> RunError:
+        """What to raise where ``engine`` has ended a response that nothing ends here."""
+        return RunError(
+            f"{engine} ended a response to prompt {self.request.prompt_id!r} after {len(self.tokens)} of {self.limit} "
+            f"tokens ({reason})."
+        )
+
     def sample(self, tokenizer: Any) -> Sample:
         request = self.request
         return Sample(

@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import importlib.util
 import itertools
 import multiprocessing
 import os
@@ -20,11 +19,10 @@ from torch import Tensor
 from rolecall import models
 from rolecall.config import Config
 from rolecall.engines.cache import cache_tokens
-from rolecall.engines.local import check_entries, names_of_one
-from rolecall.engines.sequence import Endings, Sequence
+from rolecall.engines.separate import SeparateEngine
+from rolecall.engines.sequence import Sequence
 from rolecall.errors import RunError, UserError
 from rolecall.samples import Request, Sample
-from rolecall.sync.buckets import Entry
 
 BLOCK = 64  # tokens by which the cache is sized
 MARGIN = 8  # tokens that SGLang keeps free at the end of a context
@@ -32,7 +30,7 @@ MOST_CAPTURED = 512  # sequences in the largest CUDA graph
 IDLE = 60.0  # seconds until SGLang must have put away what it has already answered
 
 
-class SGLangEngine:
+class SGLangEngine(SeparateEngine):
     """Generates through ``sglang.Engine``, whose scheduler has a process of its own.
 
     Tokens go in and tokens come out; they are drawn by the native engine's sampler, inside SGLang, so that seeds,
@@ -41,17 +39,12 @@ class SGLangEngine:
     because a process of SGLang's ends with the thread that has started it.
     """
 
+    package, name, install = "sglang", "SGLang", "pip install 'rolecall[sglang]'"
+
     def __init__(self, config: Config):
-        self.device = models.device()
-        self.outline: Any = models.outline(config.model, self.device)
+        super().__init__(config)
         _check_usable(self.device, self.outline)
-        self.tokenizer = models.load_tokenizer(config.model)
-        self.version = 0
         self.timeout = config.cluster.timeout
-        self.endings = Endings(self.outline, self.tokenizer)
-        longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-        self.endings.context = min(longest, self.endings.context or longest)
-        self._names = names_of_one(self.outline)
         self._ids = itertools.count()
         self._running: dict[str, Sequence] = {}  # all whose call has not returned
         self._sent: set[str] = set()  # those that SGLang works on
@@ -65,7 +58,7 @@ class SGLangEngine:
             # A process of SGLang's that fails ends its parent by this signal; here the wait for it says so instead.
             signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True).start()
-        starting = _start(config, self.outline, self.device, self.endings)
+        starting = _start(config, self.outline, self.device, self.longest, self.endings.tokens)
         self.llm = self._wait(starting, "starting")
         pids = self.llm.get_all_child_pids()
         self._processes = [child for child in multiprocessing.active_children() if child.pid in pids]
@@ -93,10 +86,6 @@ class SGLangEngine:
     def abort(self, group_ids: Collection[int]) -> None:
         """Call off the responses of these groups that are being generated: they finish as they are ("abort")."""
         self._wait(self._abort(group_ids), "calling off responses")
-
-    def expect(self, entries: list[Entry]) -> None:
-        """See ``Engine.expect``."""
-        check_entries(self.outline, entries)
 
     def start_update(self) -> None:
         """See ``Engine.start_update``. Responses under way must be paused, or be generated to their end."""
@@ -217,10 +206,7 @@ class SGLangEngine:
             self._sent.remove(name)
         stopped = name in self._called_off or not self._unpaused.is_set()
         if len(sequence.tokens) == known and not stopped:
-            raise RunError(
-                f"SGLang ended a response to prompt {sequence.request.prompt_id!r} after {known} of {sequence.limit} "
-                f"tokens ({reason})."
-            )
+            raise sequence.cut_short("SGLang", reason)
 
     def _request(self, name: str, sequence: Sequence) -> Any:
         """SGLang's request for the rest of a response."""
@@ -277,8 +263,6 @@ class SGLangEngine:
 
 
 def _check_usable(device: torch.device, outline: Any) -> None:
-    if importlib.util.find_spec("sglang") is None:
-        raise UserError("rollout.engine = 'sglang': SGLang is not installed: pip install 'rolecall[sglang]'.")
     if device.type != "cuda":
         raise UserError("rollout.engine = 'sglang' needs a GPU, and the Rollout has none. Use --rollout.engine native.")
     if outline.dtype == torch.float32:
@@ -288,7 +272,7 @@ def _check_usable(device: torch.device, outline: Any) -> None:
         )
 
 
-async def _start(config: Config, outline: Any, device: torch.device, endings: Endings) -> Any:
+async def _start(config: Config, outline: Any, device: torch.device, context: int, ends: list[int]) -> Any:
     """A ``sglang.Engine`` on the model's own weights."""
     # Beyond the model's own context nothing is computed: endings end a response before.
     os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
@@ -297,11 +281,10 @@ async def _start(config: Config, outline: Any, device: torch.device, endings: En
     from rolecall.engines.sglang_worker import BACKEND, run_scheduler
 
     class ConformingEngine(Engine):
-        run_scheduler_process_func = staticmethod(partial(run_scheduler, endings.tokens))
+        run_scheduler_process_func = staticmethod(partial(run_scheduler, ends))
 
     rollout = config.rollout
-    assert endings.context is not None
-    longest = endings.context + MARGIN
+    longest = context + MARGIN
     tokens = cache_tokens(outline, longest, rollout.max_sequences, device, block=BLOCK, engine="SGLang")
     try:
         return ConformingEngine(

@@ -5,7 +5,6 @@ already, weights need no further hop, and between two steps is the moment at whi
 off, or go on from other weights.
 """
 
-import importlib.util
 import itertools
 import os
 import threading
@@ -21,38 +20,30 @@ from torch.multiprocessing.reductions import reduce_tensor
 from rolecall import models
 from rolecall.config import Config
 from rolecall.engines.cache import cache_tokens, head_size, token_bytes
-from rolecall.engines.local import check_entries, names_of_one
-from rolecall.engines.sequence import Endings, Sequence
+from rolecall.engines.separate import SeparateEngine
+from rolecall.engines.sequence import Sequence
 from rolecall.errors import RunError, UserError
 from rolecall.samples import Request, Sample
 from rolecall.sync.buckets import Entry
 
-INSTALL = "pip install 'rolecall[vllm]'; on a machine without a GPU see docs/engines.md"
 PREFILL_TOKENS = 4096  # prompt tokens in one forward pass on a CPU (a longer prompt goes alone)
 BLOCK = 128  # tokens in vLLM's largest default block of the cache
 
 
-class VLLMEngine:
+class VLLMEngine(SeparateEngine):
     """Generates through vLLM's ``LLMEngine``.
 
     Tokens go in and tokens come out. Log-probabilities are those of the distribution that was sampled from. What ends
     a response is decided by the same code as in the other engines. Calls may come from several threads.
     """
 
+    package, name = "vllm", "vLLM"
+    install = "pip install 'rolecall[vllm]'; on a machine without a GPU see docs/engines.md"
     lora: Any = None  # vLLM's LoRARequest that every response is generated with
 
     def __init__(self, config: Config):
-        if importlib.util.find_spec("vllm") is None:
-            raise UserError(f"rollout.engine = 'vllm': vLLM is not installed. Install it: {INSTALL}.")
-        self.device = models.device()
-        self.outline: Any = models.outline(config.model, self.device)
-        self.tokenizer = models.load_tokenizer(config.model)
-        self.version = 0
-        self.endings = Endings(self.outline, self.tokenizer)
-        longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-        self.endings.context = min(longest, self.endings.context or longest)
-        self.llm = _start(config, self.outline, self.device, self.endings.context)
-        self._names = names_of_one(self.outline)  # vLLM keeps tied ones apart while it loads
+        super().__init__(config)
+        self.llm = _start(config, self.outline, self.device, self.longest)
         self._parallel = config.rollout.tensor_parallel
         self._running: dict[str, Sequence] = {}
         self._ids = itertools.count()
@@ -105,7 +96,7 @@ class VLLMEngine:
 
     def expect(self, entries: list[Entry]) -> None:
         """See ``Engine.expect``."""
-        check_entries(self.outline, entries)
+        super().expect(entries)
         with self._turn():
             self.llm.collective_rpc("expect_weights")
 
@@ -118,9 +109,10 @@ class VLLMEngine:
 
     def write(self, weights: list[tuple[str, Tensor]]) -> None:
         """See ``Engine.write``."""
-        portable = _portable if self._parallel > 1 else lambda value: value
-        named = [(name, value) for sent, value in weights for name in self._names[sent]]
-        named = [(name, portable(value)) for name, value in named]
+        # Under all names of a tied one: vLLM keeps them apart while it loads.
+        named: list[tuple[str, Any]] = [(name, value) for sent, value in weights for name in self._names[sent]]
+        if self._parallel > 1:
+            named = [(name, _portable(value)) for name, value in named]
         with self._turn():
             self.llm.collective_rpc("write_weights", args=(named,))
 
@@ -190,10 +182,7 @@ class VLLMEngine:
             for token, logprobs in zip(completion.token_ids, completion.logprobs, strict=True):
                 sequence.append(token, logprobs[token].logprob, self.endings, self.version)
             if output.finished and not sequence.finish:
-                raise RunError(
-                    f"vLLM ended a response to prompt {sequence.request.prompt_id!r} after {len(sequence.tokens)} of "
-                    f"{sequence.limit} tokens ({completion.finish_reason})."
-                )
+                raise sequence.cut_short("vLLM", completion.finish_reason)
             if output.finished:
                 del self._running[output.request_id]
             elif sequence.finish:

@@ -50,7 +50,7 @@ class Copies(TorchDispatchMode):
 
 
 class WeightReceiver:
-    """Called by name through ``collective_rpc``: ``begin_weights``, ``write_weights`` (in parts), ``end_weights``.
+    """Called by name: ``expect_weights`` once, then ``begin_weights``, ``write_weights`` (in parts), ``end_weights``.
 
     What comes is Hugging Face names; vLLM's own ``load_weights`` splits them over ranks and fuses them. It works on
     parameters as a checkpoint has them. On a GPU plain ones still are, and are written in place. Others have been

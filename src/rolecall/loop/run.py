@@ -140,7 +140,7 @@ def train(config: Config, *, resume: bool = False) -> Run:
         console.status("starting the roles")
         with cluster.spawn(config) as roles:
             state = State(Context(config, roles), data.Sampler(train_prompts, config.run.seed))
-            console.note(f"weight sync: {state.context.sync.transport}")
+            console.note(f"weight sync: {state.context.sync.way}")
             if start:
                 state.load(start)
             with _recording(run_dir, state, console) as log:
@@ -178,7 +178,7 @@ def _recording(run_dir: Path, state: State, console: Console) -> Iterator[logs.M
     config = state.context.config
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.toml").write_text(config.to_toml())
-    made_with = versions.collect() | {"weight sync": state.context.sync.transport}
+    made_with = versions.collect() | {"weight sync": state.context.sync.way}
     (run_dir / "versions.json").write_text(json.dumps(made_with, indent=2))
     logs.truncate(run_dir, state.step or -1)
     log = logs.MetricsLog(run_dir, config)

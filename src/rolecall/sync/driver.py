@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rolecall.errors import RunError
 from rolecall.sync.buckets import BUCKET_BYTES
-from rolecall.sync.ends import Link, Sender
+from rolecall.sync.ends import Link, Offer, Sender
 
 if TYPE_CHECKING:
     from rolecall.cluster.handles import Future, Handle, Process
 
-NAMES = {
+WAYS = {  # (transport, device of its buffers) -> what a run calls it
     ("shared", ""): "nothing moves, one process",
     ("mapped", "cuda"): "CUDA IPC",
     ("mapped", "cpu"): "shared memory",
@@ -31,6 +33,9 @@ class WeightSync:
         slots: buckets on their way at once: with 2 one is packed while the other is unpacked.
         verify: compare each bucket's digest on both sides.
         transport: other than what the placement asks for, and the device of its buffers.
+
+    Attributes:
+        way: how the weights travel, for people.
     """
 
     def __init__(
@@ -46,9 +51,8 @@ class WeightSync:
     ):
         self.actor, self.rollouts, self.sleeps = actor, rollouts, sleeps
         self.limit, self.slots, self.verify = limit, slots, verify
-        kind, device = transport or choose(actor.process, [rollout.process for rollout in rollouts])
-        self.transport = NAMES[kind, device]
-        self._way = kind, device
+        self._transport = transport or choose(actor.process, [rollout.process for rollout in rollouts])
+        self.way = WAYS[self._transport]
         self.version: int | None = None  # that the engines have since the last sync
         self._joined: list[str] = []  # the processes that are
         self._sizes: list[int] = []  # bytes of each bucket's tensors
@@ -66,7 +70,7 @@ class WeightSync:
             RunError: an engine does not have the Actor's weights, every parameter exactly. It keeps the old ones, or
                 if some were overwritten already, it refuses to generate until a sync has gone through.
         """
-        if self._way[0] == "shared":
+        if self._transport[0] == "shared":
             self.rollouts[0].share_weights(version)
         else:
             try:
@@ -99,15 +103,17 @@ class WeightSync:
     def _join(self) -> None:
         """Tell the engines once what will come, and connect them with the Actor's end."""
         ranks, where = 1 + len(self.rollouts), self.actor.process.address
-        link = Link(*self._way, self.limit, self.slots, self.verify, where, ranks, self.actor.timeout)
+        link = Link(*self._transport, self.limit, self.slots, self.verify, where, ranks, self.actor.timeout)
         offer = self.actor.start(open_sender, link).result()
         self._sizes = [sum(entry.nbytes for entry in bucket) for bucket in offer.buckets]
         joining = [rollout.start("join", offer, link, rank) for rank, rollout in enumerate(self.rollouts, 1)]
         if link.transport == "collective":
             joining.append(self.actor.start(join))
-        _wait(joining)
-        if link.transport == "mapped":
-            self.actor.start(join).result()
+        try:
+            _wait(joining)
+        finally:  # a mapped file would outlive the run
+            if link.transport == "mapped":
+                self.actor.start(join).result()
 
     def _each(self, method: str | Callable[..., Any], *args: Any) -> None:
         _wait([rollout.start(method, *args) for rollout in self.rollouts])
@@ -128,10 +134,16 @@ def choose(actor: Process, rollouts: list[Process]) -> tuple[str, str]:
     return ("mapped" if one_node else "collective"), "cpu"
 
 
+def _wait(futures: list[Future]) -> None:
+    for future in futures:
+        future.result()
+
+
 # In the Actor's process
 
 
-def open_sender(actor: Any, link: Link) -> Any:
+def open_sender(actor: Any, link: Link) -> Offer:
+    """Make the Actor's end, in the place of one that had other engines."""
     if actor.sender is not None:
         actor.sender.close()
     actor.sender = Sender(actor.weights, link)
@@ -149,8 +161,6 @@ def pack(actor: Any, number: int) -> int | None:
 def release(actor: Any) -> None:
     """Give back what the Actor's allocator holds and does not use."""
     if actor.device.type == "cuda":
-        import torch
-
         torch.cuda.empty_cache()
 
 
@@ -159,8 +169,3 @@ def release(actor: Any) -> None:
 
 def alive(rollout: Any) -> None:
     """Answers."""
-
-
-def _wait(futures: list[Future]) -> None:
-    for future in futures:
-        future.result()

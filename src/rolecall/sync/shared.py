@@ -6,7 +6,7 @@ from rolecall.errors import RunError
 
 
 def check_same_storage(actor: nn.Module, engine: nn.Module) -> None:
-    """Equal checksums without reading a byte: every parameter of the two models is the same memory.
+    """Equal weights without reading a byte: every parameter of the two models is the same memory.
 
     Raises:
         RunError: with the first parameter that one of them has for itself.
