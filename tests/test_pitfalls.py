@@ -4,7 +4,7 @@ Each kind was reported against a public framework; each right value here is work
 another part are tested there:
 
 8   the trainer ignores the sampling's settings
-        test_config.py::test_training_refuses_what_the_trainer_cannot_describe
+        test_config.py::test_training_refuses_what_is_for_evaluation
         test_packing.py::test_temperature_divides_the_logits
         test_engines.py::test_log_probabilities_are_those_of_a_forward_pass
 11  padding, positions, attention between samples
@@ -13,10 +13,15 @@ another part are tested there:
         test_data.py::test_prompts_are_rendered_and_tokenised_once
 13  generation from old weights after a sync
         test_engines.py::test_new_weights_are_used_at_once
+        test_engines_conform.py::test_new_weights_are_used_at_once_and_the_old_ones_come_back
+        test_checks.py::test_older_weights_stop_any_step
+14  an engine that wakes with something missing
+        test_engines_conform.py::test_after_sleeping_and_a_sync_the_output_is_as_before
 15  a hang without a name
         test_cluster.py::test_a_call_that_hangs_ends_at_its_time_out
 16  a dead process reads as finished
         test_cluster.py::test_a_killed_process_is_named_at_once
+        test_replicas.py::test_killed_while_generating_the_same_samples_come_and_none_is_lost_or_doubled
 19  a resumed run skips or repeats prompts
         test_train.py::test_a_killed_run_resumes_to_the_same_result
         test_data.py::test_killed_anywhere_and_restored_it_goes_on_the_same

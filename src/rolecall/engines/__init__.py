@@ -49,8 +49,12 @@ def create(name: str, loaded: Loaded, max_sequences: int) -> Engine:
     "native" becomes "transformers", with a warning, on a model that does not take Rolecall's attention function.
 
     Raises:
-        UserError: no engine of that name.
+        UserError: no engine of that name, or one with weights of its own, which ``launch`` starts.
     """
+    if name in SEPARATE_ENGINES:
+        raise UserError(
+            f"{name!r} has weights of its own and cannot work on a loaded model: use engines.launch(config)."
+        )
     if name not in ENGINES:
         known = nearest(name, [*ENGINES, *SEPARATE_ENGINES])
         raise UserError(f"rollout.engine: there is no engine {name!r}.{known}")
