@@ -53,7 +53,7 @@ def create(name: str, loaded: Loaded, max_sequences: int) -> Engine:
     """
     if name in SEPARATE_ENGINES:
         raise UserError(
-            f"{name!r} has weights of its own and cannot work on a loaded model: use engines.launch(config)."
+            f"{name!r} has weights of its own, not those of a loaded model: use engines.launch(config)."
         )
     if name not in ENGINES:
         known = nearest(name, [*ENGINES, *SEPARATE_ENGINES])
