@@ -30,7 +30,7 @@ from rolecall.sync.collective import Group
 from rolecall.sync.ends import Sender
 from rolecall.training.logprobs import sample_logprobs
 
-REPEATS, TIMEOUT = 7, 900.0
+REPEATS, TIMEOUT, TRL_TIMEOUT = 7, 900.0, 240.0
 MODES: dict[str, dict[str, Any]] = {
     "a tensor at a time": {"limit": 1, "slots": 1},
     "packed": {"slots": 1},
@@ -95,11 +95,7 @@ def run(out: Path, sizes: tuple[str, ...] = ()) -> dict[str, Any]:
                         _measure(result, size, engine, actor, rollout)
                     _write(result, out)  # what there is so far
             if size == "0.5B" and "vllm" in engines and importlib.util.find_spec("trl"):
-                command = [sys.executable, "-m", "benchmarks.sync", path]
-                done = subprocess.run(command, capture_output=True, text=True)
-                print(done.stderr[-2000:] if done.returncode else done.stdout.splitlines()[-1], flush=True)
-                if done.returncode == 0:
-                    result["trl"][size] = float(done.stdout.splitlines()[-1])
+                result["trl"] |= _trl(size, path)
     ray.shutdown()
     _write(result, out)
     return result
@@ -126,6 +122,17 @@ def _two_processes(config: Config, gpus: int) -> Iterator[tuple[Handle, Handle]]
     finally:
         for handle in handles:
             ray.kill(handle.process.worker)
+
+
+def _trl(size: str, path: str) -> dict[str, float]:
+    """{size: seconds of TRL's sync}, measured in a process of its own; nothing where it fails, with what it said."""
+    try:
+        command = [sys.executable, "-m", "benchmarks.sync", path]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TRL_TIMEOUT)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        print(f"TRL: {error}\n{str(error.stderr)[-2000:]}", flush=True)
+        return {}
+    return {size: float(done.stdout.splitlines()[-1])}
 
 
 def _trl_seconds(path: str) -> float:

@@ -52,9 +52,7 @@ def create(name: str, loaded: Loaded, max_sequences: int) -> Engine:
         UserError: no engine of that name, or one with weights of its own, which ``launch`` starts.
     """
     if name in SEPARATE_ENGINES:
-        raise UserError(
-            f"{name!r} has weights of its own, not those of a loaded model: use engines.launch(config)."
-        )
+        raise UserError(f"{name!r} has weights of its own, not those of a loaded model: use engines.launch(config).")
     if name not in ENGINES:
         known = nearest(name, [*ENGINES, *SEPARATE_ENGINES])
         raise UserError(f"rollout.engine: there is no engine {name!r}.{known}")
