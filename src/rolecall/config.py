@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from datetime import date, time
 from pathlib import Path
@@ -474,7 +475,7 @@ class Config(Section):
                 roles.remove("rollout")
                 engine = pool.model_copy(update={"roles": ["rollout"]})
                 if roles and pool.gpus is not None:
-                    engine.gpus = pool.gpus / 2 / count
+                    engine.gpus = _placeable(pool.gpus / 2 / count)
                     pool = pool.model_copy(update={"gpus": pool.gpus / 2})
                 own = f"{name}-rollout" if roles else name
                 processes += [(f"{own}-{number}" if count > 1 else own, engine) for number in range(count)]
@@ -522,6 +523,11 @@ def _value(text: str) -> Any:
     except tomllib.TOMLDecodeError:
         return text
     return text if isinstance(value, (date, time)) else value
+
+
+def _placeable(gpus: float) -> float:
+    """Whole GPUs, or such a part of one that several fill it: no engine's share lies across two."""
+    return math.floor(gpus) if gpus >= 1 else 1 / math.ceil(1 / gpus) if gpus > 0 else 0.0
 
 
 def _anchor(raw: dict[str, Any], folder: Path) -> None:

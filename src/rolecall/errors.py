@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(Exception):
@@ -13,6 +14,14 @@ class UserError(Exception):
 
 class RunError(Exception):
     """A run that cannot go on (a role died, a call timed out, a check failed); its checkpoints stay resumable."""
+
+
+class ProcessDied(RunError):
+    """The ``process`` of a pool died, or hung and was killed. ``happened``: the message without what to do about it."""
+
+    def __init__(self, process: Any, happened: str, advice: str):
+        super().__init__(f"{happened} {advice}")
+        self.process, self.happened = process, happened
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from rolecall.errors import RunError, UserError
+from rolecall.errors import ProcessDied, RunError, UserError
 
 
 @dataclass(eq=False)
@@ -30,14 +30,6 @@ class Process:
 
     def __str__(self) -> str:
         return f"pool {self.pool!r} ({', '.join(self.roles)}; process {self.pid} on {self.node})"
-
-
-class ProcessDied(RunError):
-    """A process died, or hung and was killed. ``happened``: the message without what to do about it."""
-
-    def __init__(self, process: Process, happened: str, advice: str):
-        super().__init__(f"{happened} {advice}")
-        self.process, self.happened = process, happened
 
 
 class Future:

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from rolecall.cluster.handles import Handle, Process, ProcessDied
-from rolecall.errors import RunError
+import ray
+
+from rolecall.cluster.handles import Handle, Process
+from rolecall.errors import ProcessDied, RunError
 from rolecall.samples import Request, Sample
 
+CLOSING = 10.0  # seconds
 RESTARTS = 3  # of one process without a generation between that succeeds
 Metrics = dict[str, float]
 
@@ -80,6 +83,10 @@ class Replicas:
         for call in [handle.start("sleep") for handle in self.handles]:
             with contextlib.suppress(ProcessDied):  # the sync before the next generation finds it dead
                 call.result()
+
+    def close(self) -> None:
+        """Let the engines end what they have started, for a moment; what is killed leaves its shared memory behind."""
+        ray.wait([handle.start("close").ref for handle in self.handles], num_returns=len(self.handles), timeout=CLOSING)
 
     def _ask(self, requests: list[Request], answers: dict[int, list[Sample]]) -> None:
         """Add the answers that are missing; where a process dies, those of the others."""

@@ -52,7 +52,9 @@ def spawn(config: Config) -> Iterator[Roles]:
             _wait_for_room(config, group, bundles)
             alone = sum(pool.roles != ["reward"] for pool in pools.values()) == 1
             processes += [_start(group, index, alone, *pool) for index, pool in enumerate(pools.items())]
-            yield _build(config, processes)
+            roles = _build(config, processes)
+            yield roles
+            roles.rollout.close()
         finally:
             for process in processes:
                 ray.kill(process.worker)
@@ -99,6 +101,9 @@ def _bundles(config: Config, gpus: float) -> dict[str, dict[str, float]]:
             share = float(wanted) if left >= wanted and pools[name].roles != ["reward"] else 0.0
             left -= share
         shares[name] = share
+    for name, share in shares.items():
+        if share > 1 and share != int(share):
+            raise UserError(f"cluster.pools: {name} would get {share:g} GPUs; over 1 only whole ones can be given.")
     without = [name for name in pools if pools[name].roles == ["rollout"] and shares[name] == 0]
     unset = all(pools[name].gpus is None for name in (actor, *without))
     if config.rollout.engine in SEPARATE_ENGINES and unset:

@@ -62,6 +62,10 @@ class Engine(Protocol):
         """Free the GPU's memory between generating and the next sync. 1 keeps the weights on the host, 2 drops them."""
         ...
 
+    def close(self) -> None:
+        """End what the engine has started."""
+        ...
+
     def wake(self, part: Literal["weights", "kv_cache"]) -> None:
         """Take the memory for the weights back, or for the cache. Awake, it does nothing."""
         ...

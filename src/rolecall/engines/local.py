@@ -44,6 +44,9 @@ class LocalEngine:
     def sleep(self, level: Literal[1, 2]) -> None:
         """See ``Engine.sleep``: nothing is freed, the Actor may work on these very weights."""
 
+    def close(self) -> None:
+        """See ``Engine.close``: nothing was started."""
+
     def wake(self, part: Literal["weights", "kv_cache"]) -> None:
         """See ``Engine.wake``."""
 

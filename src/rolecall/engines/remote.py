@@ -50,14 +50,16 @@ class RemoteEngine:
             self.name = card["id"]
             self._check_context(card.get("max_model_len"))
             choice = self._greet()
-        except RunError as error:
+            self._check_tokens(choice)
+            (likely,) = choice["logprobs"]["top_logprobs"]
+            self.processed = min(likely.values()) < IMPOSSIBLE
+        except (RunError, KeyError, TypeError, ValueError, AttributeError) as error:
+            if not isinstance(error, RunError):  # JSON of another kind
+                error = RunError(f"{self.url} answers otherwise than vLLM does ({type(error).__name__}: {error}).")
             raise UserError(
                 f"rollout.engine: {error} `vllm serve MODEL` starts a server, whose URL ends in /v1, such as "
                 "http://localhost:8000/v1; if it wants a key, that is $OPENAI_API_KEY."
             ) from None
-        self._check_tokens(choice)
-        (likely,) = choice["logprobs"]["top_logprobs"]
-        self.processed = min(likely.values()) < IMPOSSIBLE
 
     def generate(self, requests: list[Request]) -> list[Sample]:
         """See ``Engine.generate``.
@@ -92,6 +94,9 @@ class RemoteEngine:
 
     def sleep(self, level: Literal[1, 2]) -> None:
         """See ``Engine.sleep``: the memory is the server's."""
+
+    def close(self) -> None:
+        """See ``Engine.close``: the server is the user's."""
 
     def wake(self, part: Literal["weights", "kv_cache"]) -> None:
         """See ``Engine.wake``."""

@@ -95,7 +95,14 @@ class WeightReceiver:
         if known is not None and len(known.weights) == len(weights) and known.fits(weights):
             torch._foreach_copy_(known.targets, known.sources)
             self._written |= known.written
-            return
+        else:
+            self._load(weights)
+        if self.model_runner.device.type == "cuda":  # all has been read: whoever sent it may use the memory again
+            torch.cuda.current_stream().synchronize()
+
+    def _load(self, weights: Weights) -> None:
+        """By vLLM's own ``load_weights``, noting what can be done at once the next time."""
+        assert self._written is not None
         if self._repacked:  # a layer waits for all of itself, and the memory is the sender's again before
             weights = [(name, value.clone()) for name, value in weights]
         copies = Copies(weights)

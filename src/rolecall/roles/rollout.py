@@ -55,6 +55,10 @@ class Rollout:
         """See ``Engine.wake``."""
         self.engine.wake(part)
 
+    def close(self) -> None:
+        """See ``Engine.close``."""
+        self.engine.close()
+
     def share_weights(self, version: int) -> None:
         """The Actor in this process has been updated: its parameters are ``version`` now.
 

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rolecall.errors import RunError
+from rolecall.errors import ProcessDied, RunError, UserError
 from rolecall.sync.buckets import BUCKET_BYTES
 from rolecall.sync.ends import Link, Offer, Sender
 
 if TYPE_CHECKING:
     from rolecall.cluster.handles import Future, Handle, Process
 
+BUCKET_SECONDS = 300.0  # that one may take; a call to a role may take longer
 WAYS = {  # (transport, device of its buffers) -> what a run calls it
     ("shared", ""): "nothing moves, one process",
     ("mapped", "cuda"): "CUDA IPC",
@@ -75,6 +76,8 @@ class WeightSync:
         else:
             try:
                 self._move(version)
+            except ProcessDied:
+                raise
             except RunError:  # which may be what one end has to say of the other's death
                 self._each(alive)
                 raise
@@ -103,17 +106,23 @@ class WeightSync:
     def _join(self) -> None:
         """Tell the engines once what will come, and connect them with the Actor's end."""
         ranks, where = 1 + len(self.rollouts), self.actor.process.address
-        link = Link(*self._transport, self.limit, self.slots, self.verify, where, ranks, self.actor.timeout)
+        seconds = min(self.actor.timeout, BUCKET_SECONDS)
+        link = Link(*self._transport, self.limit, self.slots, self.verify, where, ranks, seconds)
         offer = self.actor.start(open_sender, link).result()
         self._sizes = [sum(entry.nbytes for entry in bucket) for bucket in offer.buckets]
         joining = [rollout.start("join", offer, link, rank) for rank, rollout in enumerate(self.rollouts, 1)]
         if link.transport == "collective":
             joining.append(self.actor.start(join))
-        try:
-            _wait(joining)
-        finally:  # a mapped file would outlive the run
-            if link.transport == "mapped":
-                self.actor.start(join).result()
+        failures = []
+        for joined in joining:  # all of them: a mapped file must not go before the last has opened it, nor stay
+            try:
+                joined.result()
+            except (UserError, RunError) as error:
+                failures.append(error)
+        if link.transport == "mapped":
+            self.actor.start(join).result()
+        if failures:
+            raise next((error for error in failures if isinstance(error, ProcessDied)), failures[0])
 
     def _each(self, method: str | Callable[..., Any], *args: Any) -> None:
         _wait([rollout.start(method, *args) for rollout in self.rollouts])

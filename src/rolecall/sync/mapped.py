@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from rolecall.errors import RunError, UserError
+
 SHARED_MEMORY = "/dev/shm"  # small in many containers
 
 
@@ -21,8 +23,16 @@ def create(nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
         buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         return buffer, reduce_tensor(buffer)
     file, path = tempfile.mkstemp(prefix="rolecall-", dir=folder(nbytes))
-    os.truncate(file, nbytes)
-    os.close(file)
+    try:
+        os.posix_fallocate(file, 0, nbytes)  # now: a page that cannot be had later would end the process
+    except OSError as error:
+        os.unlink(path)
+        raise UserError(
+            f"Weight sync: no room for a buffer of {nbytes / 2**20:.0f} MiB in {os.path.dirname(path)} "
+            f"({error.strerror}). Make room there, or set TMPDIR to a folder that has it."
+        ) from None
+    finally:
+        os.close(file)
     return attach(path, nbytes), path
 
 
@@ -35,6 +45,8 @@ def folder(nbytes: int) -> str:
 def attach(handle: Any, nbytes: int) -> Tensor:
     """The other process's buffer, as a tensor of this one."""
     if isinstance(handle, str):
+        if not os.path.exists(handle):  # from_file would make a new one
+            raise RunError(f"Weight sync: the Actor's buffer {handle} is gone.")
         return torch.from_file(handle, shared=True, size=nbytes, dtype=torch.uint8)
     rebuild, arguments = handle
     return rebuild(*arguments)
