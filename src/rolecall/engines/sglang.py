@@ -39,7 +39,8 @@ class SGLangEngine(SeparateEngine):
     because a process of SGLang's ends with the thread that has started it.
     """
 
-    package, name, install = "sglang", "SGLang", "pip install 'rolecall[sglang]'"
+    package, name = "sglang", "SGLang"
+    install = "pip install 'rolecall[sglang]', on a machine with a GPU and in an environment without vLLM"
 
     def __init__(self, config: Config):
         super().__init__(config)
