@@ -203,7 +203,8 @@ def _start(config: Config, outline: Any, device: torch.device, longest: int) -> 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     parallel = rollout.tensor_parallel
-    _check_parallel(parallel, device)
+    if parallel > 1:
+        _check_parallel(parallel, device)
     if on_cpu:
         binding = "nobind" if parallel == 1 else _shares(os.sched_getaffinity(0), parallel)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)  # how many threads is the pool's to say

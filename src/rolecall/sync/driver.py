@@ -76,10 +76,9 @@ class WeightSync:
         else:
             try:
                 self._move(version)
-            except ProcessDied:
-                raise
-            except RunError:  # which may be what one end has to say of the other's death
-                self._each(alive)
+            except RunError as error:
+                if not isinstance(error, ProcessDied):  # it may be what one end has to say of the other's death
+                    self._each(alive)
                 raise
         self.version = version
         return {"sync/bytes": sum(self._sizes), "sync/version": version}

@@ -24,7 +24,9 @@ def create(nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
         return buffer, reduce_tensor(buffer)
     file, path = tempfile.mkstemp(prefix="rolecall-", dir=folder(nbytes))
     try:
-        os.posix_fallocate(file, 0, nbytes)  # now: a page that cannot be had later would end the process
+        os.truncate(file, nbytes)
+        if hasattr(os, "posix_fallocate"):  # not on macOS; a page that cannot be had later would end the process
+            os.posix_fallocate(file, 0, nbytes)
     except OSError as error:
         os.unlink(path)
         raise UserError(
