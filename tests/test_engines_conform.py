@@ -186,9 +186,10 @@ def gaps(model: Any, sample: Sample, sampling: Sampling, off: float = 0.0) -> li
 
     Which may also move the cuts of top-p and, in bfloat16, of top-k.
     """
-    move = min(off, 0.03)
+    rough = off == BFLOAT16
+    move = 0.08 if rough else min(off, 0.03)
     tops = {sampling.top_p} if sampling.top_p == 1 else {sampling.top_p - move, sampling.top_p + move}
-    counts = {sampling.top_k, sampling.top_k + 1} if sampling.top_k and off == BFLOAT16 else {sampling.top_k}
+    counts = {sampling.top_k + more for more in range(3)} if sampling.top_k and rough else {sampling.top_k}
     cuts = [replace(sampling, top_p=top, top_k=count) for top in tops for count in counts]
     expected = [sampled_logprobs(model, sample, cut, ENDS) for cut in cuts]
     return (torch.stack(expected) - torch.tensor(sample.logprobs)).abs().amin(0).tolist()

@@ -144,7 +144,8 @@ class Receiver:
         if self.group is not None:
             self.group.wait(self.group.broadcast(data), f"{what} from the Actor at {self.link.address}")
         if sent is not None and (arrived := digest(data)) != sent:
-            raise RunError(f"Weight sync: {what} arrived with digest {arrived:x}, the Actor sent {sent:x}.")
+            found, right = (f"{number % 2**64:x}" for number in (arrived, sent))
+            raise RunError(f"Weight sync: {what} arrived with digest {found}, the Actor sent {right}.")
         return views(data, bucket)
 
 
