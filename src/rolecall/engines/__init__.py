@@ -7,6 +7,7 @@ from rolecall import models
 from rolecall.config import SEPARATE_ENGINES, Config
 from rolecall.engines.base import Engine
 from rolecall.engines.native.engine import NativeEngine
+from rolecall.engines.native.paged import PagedEngine
 from rolecall.engines.transformers import TransformersEngine
 from rolecall.errors import UserError, nearest
 from rolecall.models import Loaded
@@ -46,7 +47,8 @@ def launch(config: Config, loaded: Loaded | None = None) -> Engine:
 def create(name: str, loaded: Loaded, max_sequences: int) -> Engine:
     """An engine on the model in ``loaded`` (its parameters are used, not copied).
 
-    "native" becomes "transformers", with a warning, on a model that does not take Rolecall's attention function.
+    "native" is one of two: on a GPU the one with pages and captured steps. It becomes "transformers", with a warning,
+    on a model that does not take Rolecall's attention function.
 
     Raises:
         UserError: no engine of that name, or one with weights of its own, which ``launch`` starts.
@@ -59,4 +61,6 @@ def create(name: str, loaded: Loaded, max_sequences: int) -> Engine:
     if name == "native" and loaded.why is not None:
         warnings.warn(f"Generating with transformers' generate, not the native engine: {loaded.why}", stacklevel=2)
         name = "transformers"
+    if name == "native" and loaded.model.device.type == "cuda":
+        return PagedEngine(loaded, max_sequences)
     return ENGINES[name](loaded, max_sequences)

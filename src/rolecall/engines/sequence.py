@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from rolecall.errors import RunError, UserError
@@ -88,6 +89,28 @@ class Sequence:
         elif len(self.tokens) == self.limit:
             self.finish = "length"
 
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and what there is of the response."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    def extend(self, tokens: list[int], logprobs: list[float], endings: Endings, version: int) -> None:
+        """``append`` each, up to the one that ends the response."""
+        whole = (
+            sum(logprobs) == sum(logprobs) and not self.request.sampling.stop
+        )  # no NaN, and only the last may end it
+        at_once = len(tokens) - 1 if whole else 0
+        if at_once > 0:
+            start = size = len(self.tokens)
+            if self.versions and self.versions[-1][2] == version:
+                start, _, _ = self.versions.pop()
+            self.versions.append((start, size + at_once, version))
+            self.tokens += tokens[:at_once]
+            self.logprobs += logprobs[:at_once]
+        for token, logprob in zip(tokens[at_once:], logprobs[at_once:], strict=True):
+            if not self.finish:
+                self.append(token, logprob, endings, version)
+
     def cut_short(self, engine: str, reason: Any) -> RunError:
         """What to raise where ``engine`` has ended a response that nothing ends here."""
         return RunError(
@@ -107,5 +130,5 @@ class Sequence:
             response_mask=[1] * len(self.tokens),
             versions=self.versions,
             finish=self.finish,
-            text=tokenizer.decode(self.tokens, skip_special_tokens=True),
+            text=tokenizer.decode(np.array(self.tokens), skip_special_tokens=True),  # a list is checked item by item
         )

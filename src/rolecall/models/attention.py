@@ -48,15 +48,15 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Masked attention with grouped key/value heads: query (B, Hq, L, D), key and value (B, Hkv, S, D).
+def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> Tensor:
+    """Attention with grouped key/value heads, masked or causal: query (B, Hq, L, D), key and value (B, Hkv, S, D).
 
     Heads are repeated by hand: with a mask, CUDA's grouped-query path would fall back to its slow kernel.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scale)
 
 
 class Packed:

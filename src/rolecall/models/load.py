@@ -192,9 +192,11 @@ def peak_memory(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes: of the GPU, or of this machine within the limit of its container (cgroup v2 or v1)."""
+    """Free bytes: of the GPU, with what torch holds unused in this process, or of this machine within the limit of its
+    container (cgroup v2 or v1)."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     left = psutil.virtual_memory().available
     for limit, usage, stat in (
         ("memory.max", "memory.current", "memory.stat"),

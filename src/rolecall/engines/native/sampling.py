@@ -30,7 +30,11 @@ class Batch:
         self.temperature = column([sampling.temperature or 1.0 for sampling in given], torch.float)
         self.top_p = column([sampling.top_p for sampling in given], torch.float)
         self.top_k = column([sampling.top_k for sampling in given])
-        # Known here, so that no step asks the device.
+        self.expect(sequences)
+
+    def expect(self, sequences: list[Sequence]) -> None:
+        """What any of these wants of the sampler: known here, so that no step asks the device."""
+        given = [sequence.request.sampling for sequence in sequences]
         self.any_min = any(sampling.min_tokens > 0 for sampling in given)
         self.any_tempered = any(sampling.temperature not in (0, 1) for sampling in given)
         self.any_cut = any(sampling.top_p < 1 or sampling.top_k > 0 for sampling in given)
@@ -41,7 +45,7 @@ class Batch:
         self.counts = self.counts + 1
 
 
-def draw(logits: Tensor, batch: Batch, ends: list[int]) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, batch: Batch, ends: list[int] | Tensor) -> tuple[Tensor, Tensor]:
     """Sample one token a row by inverting the cumulative distribution at the row's next uniform number.
 
     The order is min_tokens (no end-of-sequence token before), temperature, top-k, top-p. A token of probability
@@ -49,14 +53,18 @@ def draw(logits: Tensor, batch: Batch, ends: list[int]) -> tuple[Tensor, Tensor]
 
     Args:
         logits: (B, V), any floating type; may be overwritten.
-        ends: the end-of-sequence tokens.
+        ends: the end-of-sequence tokens; where a CUDA graph is being captured, on the device.
 
     Returns:
         tokens (B,) and their log-probabilities (B,), float32, under the very distribution that was sampled from
         (greedy rows: under temperature 1 without top-k and top-p).
     """
+    if logits.is_cuda and not batch.any_cut:
+        from rolecall.engines.native import kernels  # needs Triton, which comes with torch's CUDA builds alone
+
+        return kernels.draw(logits, batch, torch.as_tensor(ends, device=logits.device, dtype=torch.long))
     scores = logits.float()
-    if batch.any_min and ends:
+    if batch.any_min and len(ends):
         early = (batch.counts < batch.min_tokens)[:, None]
         scores[:, ends] = scores[:, ends].masked_fill(early, -torch.inf)
     if batch.any_tempered:

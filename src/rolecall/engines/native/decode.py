@@ -1,0 +1,110 @@
+"""The decode step: every row's next token, on the device from end to end, replayed as a CUDA graph."""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rolecall.engines.native.fused import fuse, in_use
+from rolecall.engines.native.pages import PagedDecode, Pages
+from rolecall.engines.native.rows import Rows
+from rolecall.engines.native.sampling import draw
+from rolecall.models.attention import hidden_states
+from rolecall.models.head import logits
+from rolecall.models.load import SMALL
+
+# Rows of a captured step: half of the next power of two, three quarters, all of it.
+BUCKETS = [4, 8, *(size for power in range(4, 13) for size in (2**power, 3 * 2 ** (power - 1)))]
+
+
+class Decoder:
+    """Runs decode steps of all rows without asking the device.
+
+    On a GPU a step is captured once for each bucket of rows and each kind of sampling, and replayed from then on. What
+    it reads changes in place: the weights, the rows, the pages (see ``Pages``). The layers of a model that is not small
+    are compiled first: the code of one serves all.
+
+    Args:
+        ends: the end-of-sequence tokens.
+    """
+
+    def __init__(self, model: Any, pages: Pages, ends: list[int]):
+        self.model, self.pages, device = model, pages, model.device
+        self.ends = torch.tensor(ends, dtype=torch.long, device=device)
+        vocabulary = model.get_output_embeddings().weight.shape[0]
+        self.is_end = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(0, self.ends, True)
+        self.rows = Rows(BUCKETS[0], 1, 1, device)
+        self.captures = device.type == "cuda"
+        if self.captures:
+            importlib.import_module("rolecall.engines.native.kernels")  # needs Triton; registers what layouts call
+        layers = getattr(model.base_model, "layers", None)
+        large = sum(parameter.numel() for parameter in model.parameters()) > SMALL
+        self.compiled = list(layers) if self.captures and large and layers is not None else []
+        self.fused = fuse(model) if self.captures else []
+        self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
+        self.memory: Any = None  # that the graphs share
+
+    def reserve(self, slots: int, pages: int, longest: int) -> None:
+        """Rows of at least this many, pages each, and response tokens."""
+        rows = self.rows
+        if rows.slots < slots or rows.pages < pages or rows.longest < longest:
+            self.graphs.clear()
+            self.memory = None
+            slots = next(size for size in BUCKETS if size >= max(slots, rows.slots))
+            self.rows = Rows(slots, max(pages, rows.pages), max(longest, rows.longest), self.ends.device)
+
+    def run(self, running: int, steps: int) -> None:
+        """``steps`` tokens of the first ``running`` rows."""
+        if not self.captures:
+            for _ in range(steps):
+                self._step(running)
+            return
+        size = min(self.rows.slots, next(size for size in BUCKETS if size >= running))
+        key = size, self.rows.any_min, self.rows.any_tempered, self.rows.any_cut, self.rows.any_greedy
+        if key not in self.graphs:
+            self._step(size)  # one of the steps: what compiles or allocates at its first use does it here
+            steps -= 1
+            self.graphs[key] = torch.cuda.CUDAGraph()
+            # Other roles' threads may use the GPU in the meantime.
+            with torch.cuda.graph(self.graphs[key], pool=self.memory, capture_error_mode="thread_local"):
+                self._step(size)
+            self.memory = self.memory or self.graphs[key].pool()
+        for _ in range(steps):
+            self.graphs[key].replay()
+
+    def _step(self, n: int) -> None:
+        rows = self.rows.first(n)
+        positions = rows.prompts + rows.counts - 1
+        layout = PagedDecode(self.pages, rows.table, positions)
+        with in_use(self.fused), _compiled(self.compiled, layout):
+            hidden = hidden_states(self.model, rows.tokens[:, None], positions[:, None], layout)
+        self.sample(rows, logits(self.model, hidden[:, 0]))
+
+    def sample(self, rows: Rows, scores: Tensor) -> None:
+        """Draw the next token of these rows from their logits (n, V)."""
+        rows.record(*draw(scores, rows, self.ends), self.is_end)
+
+
+@contextmanager
+def _compiled(layers: list[Any], layout: PagedDecode) -> Iterator[None]:
+    """These layers of a model run compiled, each with its own part of the layout."""
+    for number, layer in enumerate(layers):
+        layer.forward = partial(_run, layer, layout.layer(number))
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _run(module: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
+    return _layer(module, args, kwargs | {"layout": own})
+
+
+@torch.compile(dynamic=True)
+def _layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return type(module).forward(module, *args, **kwargs)

@@ -1,0 +1,81 @@
+"""Linear layers that read the same input, as one matrix product: a small model's step is mostly small products."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in the order in which the models call them
+
+
+class Fused:
+    """Some linear layers with one input. Their parameters become parts of one tensor each, and stay parameters.
+
+    Args:
+        owner: the module that has them, by these names.
+    """
+
+    def __init__(self, owner: nn.Module, names: tuple[str, ...]):
+        self.owner, self.linears = owner, {name: getattr(owner, name) for name in names}
+        linears = list(self.linears.values())
+        self.weight = _joined([linear.weight for linear in linears])
+        self.bias = None if linears[0].bias is None else _joined([linear.bias for linear in linears])
+        self.sizes = [linear.out_features for linear in linears]
+        self.input: Tensor | None = None
+        self.outputs: tuple[Tensor, ...] = ()
+
+    def output(self, number: int, hidden: Tensor) -> Tensor:
+        """What the linear layer of that number gives; the first one that is asked computes for all."""
+        if self.input is not hidden:
+            self.input, self.outputs = hidden, F.linear(hidden, self.weight, self.bias).split(self.sizes, -1)
+        output = self.outputs[number]
+        if number == len(self.sizes) - 1:
+            self.input, self.outputs = None, ()
+        return output
+
+
+class _Part(nn.Module):
+    """Stands for one of the linear layers. (A module: compiled code then serves the same one of every layer.)"""
+
+    def __init__(self, group: Fused, number: int):
+        super().__init__()
+        self.group, self.number = group, number
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.group.output(self.number, hidden)
+
+
+def fuse(model: nn.Module) -> list[Fused]:
+    """Every group of linear layers in the model that ``TOGETHER`` names and that is nothing but linear."""
+    found = []
+    for module in model.modules():
+        for names in TOGETHER:
+            linears: list[Any] = [getattr(module, name, None) for name in names]
+            plain = all(type(linear) is nn.Linear for linear in linears)
+            if plain and len({(linear.in_features, linear.bias is None) for linear in linears}) == 1:
+                found.append(Fused(module, names))
+    return found
+
+
+@contextmanager
+def in_use(groups: list[Fused]) -> Iterator[None]:
+    """Within it the linear layers of these groups compute together."""
+    for group in groups:
+        for number, name in enumerate(group.linears):
+            setattr(group.owner, name, _Part(group, number))
+    try:
+        yield
+    finally:
+        for group in groups:
+            for name, linear in group.linears.items():
+                setattr(group.owner, name, linear)
+
+
+def _joined(parameters: list[nn.Parameter]) -> Tensor:
+    whole = torch.cat([parameter.data for parameter in parameters])
+    for parameter, part in zip(parameters, whole.split([len(parameter) for parameter in parameters]), strict=True):
+        parameter.data = part
+    return whole

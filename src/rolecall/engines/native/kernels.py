@@ -1,0 +1,308 @@
+"""Triton kernels of the decode step: attention over paged keys and values, and drawing tokens.
+
+Imported on a GPU only. What they compute is written plainly in ``pages.attend_plainly`` and ``sampling.draw``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rolecall.engines.native.pages import ALIGNED, PAGE
+from rolecall.engines.native.sampling import Batch
+
+BLOCK, WARPS, STAGES = 64, 2, 2  # of attention: positions of the cache that a program reads at once
+PROGRAMS = 512  # that fill the GPU: fewer (row, head) pairs are split along the sequence
+CHUNK = 4096  # logits that a program sums
+
+
+@torch.library.custom_op("rolecall::paged_attention", mutates_args=())
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    anchor: Tensor,
+    offsets: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Write one new token a row into the cache, and attend to all up to it (FlashDecoding: Dao et al. 2023).
+
+    Args:
+        query: (n, Hq, D). key, value: (n, Hkv, D) of the new tokens.
+        anchor, offsets: where the layer's pages are, see ``Pages``.
+        table: (n or more, most pages a row) int32 page numbers.
+        positions: (n,) where the new tokens stand.
+        window: positions that a token sees, its own one included; 0: all.
+
+    Returns:
+        (n, Hq, D).
+    """
+    n, heads, width = query.shape
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    splits = min(16, triton.next_power_of_2(max(1, PROGRAMS // (n * kv_heads))))
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    out = torch.empty_like(query)
+    # What each split gives to be merged: sums weighted by exp(score - largest), the largest, the weights' sum.
+    sums = query.new_empty((n, heads, splits, width) if splits > 1 else (1,), dtype=torch.float32)
+    stats = query.new_empty((n, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32)
+    padded = {"GROUP_PAD": max(16, triton.next_power_of_2(group)), "WIDTH_PAD": triton.next_power_of_2(width)}
+    _attend[(n, kv_heads, splits)](
+        query,
+        key,
+        value,
+        anchor,
+        offsets,
+        table,
+        positions,
+        out,
+        sums,
+        stats,
+        scale,
+        table.stride(0),
+        HEADS=kv_heads,
+        GROUP=group,
+        WIDTH=width,
+        WINDOW=window,
+        SPLITS=splits,
+        PAGE_SIZE=PAGE,
+        UNIT=ALIGNED,
+        BLOCK_SIZE=BLOCK,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        **padded,
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+    if splits > 1:
+        _merge[(n, heads)](sums, stats, out, WIDTH=width, SPLITS=splits, WIDTH_PAD=padded["WIDTH_PAD"], num_warps=1)
+    return out
+
+
+@paged_attention.register_fake
+def _(query, key, value, anchor, offsets, table, positions, scale, window):
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+@triton.jit
+def _attend(
+    query,
+    key,
+    value,
+    anchor,
+    offsets,
+    table,
+    positions,
+    out,
+    sums,
+    stats,
+    scale,
+    table_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+):
+    """One program: the query heads of one row that share a key/value head, over one split of the row's positions."""
+    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions + row).to(tl.int32)
+    keys, values = anchor + tl.load(offsets) * UNIT, anchor + tl.load(offsets + 1) * UNIT
+    members, columns = tl.arange(0, GROUP_PAD), tl.arange(0, WIDTH_PAD)
+    real = (members < GROUP)[:, None] & (columns < WIDTH)[None, :]
+    heads = row * HEADS * GROUP + head * GROUP + members
+    queries = tl.load(query + heads[:, None] * WIDTH + columns[None, :], mask=real, other=0.0)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(0, position - WINDOW + 1)
+    size = tl.cdiv(tl.cdiv(position - first, SPLITS), BLOCK_SIZE) * BLOCK_SIZE
+    start = first + split * size
+    stop = tl.minimum(start + size, position)
+    largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    mean = tl.zeros([GROUP_PAD, WIDTH_PAD], tl.float32)
+    for begin in range(start, stop, BLOCK_SIZE):
+        where = begin + tl.arange(0, BLOCK_SIZE)
+        seen = where < stop
+        page = tl.load(table + row * table_stride + where // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
+        places = ((page * HEADS + head) * PAGE_SIZE + where % PAGE_SIZE) * WIDTH
+        inside = seen[:, None] & (columns < WIDTH)[None, :]
+        block = tl.load(keys + places[:, None] + columns[None, :], mask=inside, other=0.0)
+        scores = tl.dot(queries, tl.trans(block), input_precision=PRECISION) * scale
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        higher = tl.maximum(largest, tl.max(scores, 1))
+        weights, fade = tl.exp(scores - higher[:, None]), tl.exp(largest - higher)
+        block = tl.load(values + places[:, None] + columns[None, :], mask=inside, other=0.0)
+        mean = mean * fade[:, None] + tl.dot(weights.to(block.dtype), block, input_precision=PRECISION)
+        total = total * fade + tl.sum(weights, 1)
+        largest = higher
+    if split == 0:  # the new token itself, which no other program reads
+        spot = (row * HEADS + head) * WIDTH + columns
+        new_key = tl.load(key + spot, mask=columns < WIDTH, other=0.0)
+        new_value = tl.load(value + spot, mask=columns < WIDTH, other=0.0)
+        page = tl.load(table + row * table_stride + position // PAGE_SIZE).to(tl.int64)
+        place = ((page * HEADS + head) * PAGE_SIZE + position % PAGE_SIZE) * WIDTH + columns
+        tl.store(keys + place, new_key, mask=columns < WIDTH)
+        tl.store(values + place, new_value, mask=columns < WIDTH)
+        score = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
+        higher = tl.maximum(largest, score)
+        weight, fade = tl.exp(score - higher), tl.exp(largest - higher)
+        mean = mean * fade[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
+        total = total * fade + weight
+        largest = higher
+    if SPLITS == 1:
+        mean = mean / total[:, None]
+        tl.store(out + heads[:, None] * WIDTH + columns[None, :], mean.to(queries.dtype), mask=real)
+    else:
+        parts = heads * SPLITS + split
+        tl.store(sums + parts[:, None] * WIDTH + columns[None, :], mean, mask=real)
+        tl.store(stats + parts * 2, largest, mask=members < GROUP)
+        tl.store(stats + parts * 2 + 1, total, mask=members < GROUP)
+
+
+@triton.jit
+def _merge(sums, stats, out, WIDTH: tl.constexpr, SPLITS: tl.constexpr, WIDTH_PAD: tl.constexpr):
+    """One program: the splits of one row and query head."""
+    at = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    parts, columns = at * SPLITS + tl.arange(0, SPLITS), tl.arange(0, WIDTH_PAD)
+    largest, total = tl.load(stats + parts * 2), tl.load(stats + parts * 2 + 1)
+    weights = tl.exp(largest - tl.max(largest, 0))
+    mean = tl.load(sums + parts[:, None] * WIDTH + columns[None, :], mask=(columns < WIDTH)[None, :], other=0.0)
+    mean = tl.sum(mean * weights[:, None], 0) / tl.sum(weights * total, 0)
+    tl.store(out + at * WIDTH + columns, mean.to(out.dtype.element_ty), mask=columns < WIDTH)
+
+
+def draw(logits: Tensor, batch: Batch, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """``sampling.draw`` without top-k and top-p: the logits are read once, and of each row one chunk a second time.
+
+    Args:
+        logits: (n, V). ends: (k,) int64 end-of-sequence tokens.
+
+    Returns:
+        tokens (n,) int64, and log-probabilities (n,) float32.
+    """
+    logits = logits.float().contiguous()
+    n, size = logits.shape
+    chunks = triton.cdiv(size, CHUNK)
+    early = batch.any_min and len(ends) > 0
+    banned = torch.zeros(size, dtype=torch.bool, device=logits.device)
+    if early:
+        banned.index_fill_(0, ends, True)
+    sums = logits.new_empty(n, chunks, 2)
+    likeliest = batch.seeds.new_empty(n, chunks)
+    tokens, logprobs = batch.seeds.new_empty(n), logits.new_empty(n)
+    given = (logits, batch.temperature, banned, batch.counts, batch.min_tokens, sums, likeliest)
+    flags = {"EARLY": early, "GREEDY": batch.any_greedy, "CHUNK_SIZE": CHUNK}
+    _sum_chunks[(n, chunks)](*given, size, **flags, num_warps=8)
+    rest = (batch.greedy, batch.seeds, tokens, logprobs, size, chunks)
+    _pick[(n,)](*given, *rest, CHUNKS=triton.next_power_of_2(chunks), **flags, num_warps=8)
+    return tokens, logprobs
+
+
+@triton.jit
+def _scores(logits, temperature, banned, counts, min_tokens, row, at, size, EARLY: tl.constexpr):
+    """Scores at some tokens of a row: -inf where an end-of-sequence token may not come yet."""
+    scores = tl.load(logits + row * size + at, mask=at < size, other=-float("inf")) / tl.load(temperature + row)
+    if EARLY:
+        early = tl.load(counts + row) < tl.load(min_tokens + row)
+        ends = tl.load(banned + at, mask=at < size, other=0) != 0
+        scores = tl.where(ends & early, -float("inf"), scores)
+    return scores
+
+
+@triton.jit
+def _sum_chunks(
+    logits,
+    temperature,
+    banned,
+    counts,
+    min_tokens,
+    sums,
+    likeliest,
+    size,
+    EARLY: tl.constexpr,
+    GREEDY: tl.constexpr,
+    CHUNK_SIZE: tl.constexpr,
+):
+    """One program: the largest score of a row's chunk, and the sum of exp(score - largest)."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = chunk * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)
+    scores = _scores(logits, temperature, banned, counts, min_tokens, row, at, size, EARLY)
+    largest = tl.max(scores, 0)
+    # A chunk with nothing allowed in it sums to 0, not to NaN.
+    shift = tl.where(largest == -float("inf"), 0.0, largest)
+    spot = row * tl.num_programs(1) + chunk
+    tl.store(sums + spot * 2, largest)
+    tl.store(sums + spot * 2 + 1, tl.sum(tl.exp(scores - shift), 0))
+    if GREEDY:
+        tl.store(likeliest + spot, chunk * CHUNK_SIZE + tl.argmax(tl.where(scores == scores, scores, -float("inf")), 0))
+
+
+@triton.jit
+def _pick(
+    logits,
+    temperature,
+    banned,
+    counts,
+    min_tokens,
+    sums,
+    likeliest,
+    greedy,
+    seeds,
+    tokens,
+    logprobs,
+    size,
+    chunks,
+    EARLY: tl.constexpr,
+    GREEDY: tl.constexpr,
+    CHUNK_SIZE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """One program: the chunk, then the token in it, at which the row's cumulative probability passes its number."""
+    row = tl.program_id(0).to(tl.int64)
+    each = tl.arange(0, CHUNKS)
+    spots = sums + (row * chunks + each) * 2
+    highs = tl.load(spots, mask=each < chunks, other=-float("inf"))
+    masses = tl.load(spots + 1, mask=each < chunks, other=0.0)
+    largest = tl.max(highs, 0)
+    masses = (masses * tl.exp(highs - largest)).to(tl.float64)
+    through = tl.cumsum(masses, 0)
+    total = tl.sum(masses, 0)
+    target = _uniform(tl.load(seeds + row), tl.load(counts + row)) * total
+    # Only a chunk with some mass can be it; rounding may leave the target past the last of them.
+    chunk = tl.min(tl.where((through > target) & (masses > 0), each, CHUNKS), 0)
+    chunk = tl.where(chunk == CHUNKS, tl.max(tl.where(masses > 0, each, 0), 0), chunk)
+    target -= tl.sum(tl.where(each < chunk, masses, 0.0), 0)
+    inside = tl.arange(0, CHUNK_SIZE)
+    at = chunk * CHUNK_SIZE + inside
+    scores = _scores(logits, temperature, banned, counts, min_tokens, row, at, size, EARLY)
+    weights = tl.exp(scores - largest).to(tl.float64)
+    passed = (tl.cumsum(weights, 0) > target) & (weights > 0)
+    place = tl.min(tl.where(passed, inside, CHUNK_SIZE), 0)
+    place = tl.where(place == CHUNK_SIZE, tl.max(tl.where(weights > 0, inside, 0), 0), place)
+    token = chunk * CHUNK_SIZE + place
+    if GREEDY:
+        best = tl.min(tl.where(highs == largest, each, CHUNKS), 0)
+        best = tl.load(likeliest + row * chunks + tl.minimum(best, chunks - 1))
+        token = tl.where(tl.load(greedy + row) != 0, best, token)
+    score = tl.load(logits + row * size + token) / tl.load(temperature + row)
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(logprobs + row, score - largest - tl.log(total.to(tl.float32)))
+
+
+@triton.jit
+def _uniform(seed, count):
+    """``sampling.uniforms``: SplitMix64, the upper 53 bits."""
+    x = seed.to(tl.uint64) + (count + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    x = x ^ (x >> 31)
+    return (x >> 11).to(tl.float64) * 1.1102230246251565e-16

@@ -1,0 +1,197 @@
+"""The native engine on a GPU: generation on a model's own parameters without a host in the loop."""
+
+from collections import deque
+
+import numpy as np
+import torch
+
+from rolecall.engines.local import LocalEngine
+from rolecall.engines.native.decode import Decoder
+from rolecall.engines.native.pages import PAGE, PagedPrefill, Pages, pages_for
+from rolecall.engines.sequence import Sequence
+from rolecall.errors import UserError
+from rolecall.models import Loaded
+from rolecall.models.attention import hidden_states
+from rolecall.models.head import logits
+from rolecall.models.load import free_memory
+from rolecall.samples import Request, Sample
+
+STEPS = 8  # tokens between two looks at what has ended
+PREFILL_TOKENS = 16384  # prompt tokens in one forward pass, with their padding (a longer prompt goes alone)
+SHARE = 0.8  # of the free memory for the cache; the rest is for prompts' activations
+
+
+class PagedEngine(LocalEngine):
+    """Generates with the model in ``loaded``; keeps no copy of its weights and nothing computed from older ones.
+
+    A group's prompt is computed once, and the pages of keys and values that it fills are shared. Rows take pages as
+    they grow; where none is left, the youngest gives up its own and is computed again later, to the same tokens up to
+    rounding. A sample is a function of (weights, prompt, sampling, seed), up to that of products of other shapes.
+
+    Args:
+        pages: of the cache; None: as many as the requests can use and the memory has.
+    """
+
+    def __init__(self, loaded: Loaded, max_sequences: int, pages: int | None = None):
+        super().__init__(loaded, max_sequences)
+        self.pages, self.most_pages = Pages(self.model), pages
+        self.decoder = Decoder(self.model, self.pages, self.endings.tokens)
+        self.running: list[Sequence] = []
+        self.taken: list[list[int]] = []  # pages of each
+        self.counts: list[int] = []  # tokens of each, known after every ``_collect``
+
+    # Not inference_mode: a module may keep a tensor it makes here (rotary caches), and the Actor trains on this model.
+    @torch.no_grad()
+    def generate(self, requests: list[Request]) -> list[Sample]:
+        """See ``Engine.generate``."""
+        sequences = self.endings.open(requests)
+        if sequences:
+            self._reserve(sequences)
+            self._run(sequences)
+        return [sequence.sample(self.tokenizer) for sequence in sequences]
+
+    def _reserve(self, sequences: list[Sequence]) -> None:
+        """Rows for these sequences, and pages for as many of them as will run."""
+        device = self.model.device
+        sizes = sorted((pages_for(len(s.request.prompt) + s.limit) for s in sequences), reverse=True)
+        slots = min(self.max_sequences, len(sequences))
+        self.decoder.reserve(slots, sizes[0], max(sequence.limit for sequence in sequences))
+        self.decoder.rows.expect(sequences)
+        most = self.most_pages or int(SHARE * free_memory(device)) // self.pages.page_bytes
+        if most < sizes[0]:
+            raise UserError(
+                f"The KV cache has room for {most} pages of {PAGE} tokens; one response with its prompt may need "
+                f"{sizes[0]}. Lower rollout.max_tokens, use a smaller model, or free memory of {device}."
+            )
+        self.pages.allocate(min(most, sum(sizes[: self.max_sequences])))
+
+    def _run(self, sequences: list[Sequence]) -> None:
+        """Generate all of these."""
+        self.running, self.taken, self.counts = [], [], []
+        self.decoder.rows.keep([])
+        waiting = deque(self._parts(sequences))
+        try:
+            while waiting or self.running:
+                while entering := self._enter(waiting):
+                    self._prefill(entering)
+                steps = self._grow(waiting)
+                self.decoder.run(len(self.running), steps)
+                self._collect()
+        finally:
+            self.pages.release()
+
+    def _parts(self, sequences: list[Sequence]) -> list[list[Sequence]]:
+        """What enters together: a group, or as much of it as may run. The longest prompts first, so that the padding
+        is small."""
+        parts: list[list[Sequence]] = []
+        for sequence in sequences:
+            if sequence.index % self.max_sequences == 0:
+                parts.append([])
+            parts[-1].append(sequence)
+        return sorted(parts, key=lambda part: -len(part[0].request.prompt))
+
+    def _enter(self, waiting: deque[list[Sequence]]) -> list[list[Sequence]]:
+        """The next parts for which there are rows and pages, in order, as many as one prefill takes."""
+        entering: list[list[Sequence]] = []
+        running, needed, longest = len(self.running), 0, 0
+        while waiting and running + len(waiting[0]) <= self.max_sequences:
+            part = waiting[0]
+            longest = max(longest, part[0].length)
+            if entering and longest * (len(entering) + 1) > PREFILL_TOKENS:
+                break
+            needed += part[0].length // PAGE + len(part) * (part[0].length % PAGE > 0)
+            running += len(part)
+            # One page more for each row, unless it is the only one: else they would soon have to leave again.
+            if needed + (running if running > 1 else 0) > len(self.pages.free):
+                if running > len(part) or len(part) == 1:
+                    break
+                half = len(part) // 2
+                waiting[0] = part[half:]
+                waiting.appendleft(part[:half])
+                running, needed, longest = 0, 0, 0
+                continue
+            entering.append(waiting.popleft())
+        return entering
+
+    def _prefill(self, parts: list[list[Sequence]]) -> None:
+        """Compute the parts' prompts into new rows, and their first tokens."""
+        prompts = [part[0].request.prompt + part[0].tokens for part in parts]
+        pages = [self.pages.take(pages_for(len(prompt))) for prompt in prompts]
+        layout = PagedPrefill(self.pages, prompts, pages)
+        hidden = hidden_states(self.model, layout.tokens, layout.positions, layout)
+        each = torch.arange(len(parts), device=hidden.device)
+        scores = logits(self.model, hidden[each, layout.ends])
+        entering: list[list[int]] = []
+        sources: list[int] = []
+        targets: list[int] = []
+        for part, prompt, first in zip(parts, prompts, pages, strict=True):
+            whole, last = first[: len(prompt) // PAGE], first[len(prompt) // PAGE :]
+            entering.append(first)
+            for _ in part[1:]:  # the page that they will write to is each one's own
+                own = self.pages.take(len(last))
+                sources, targets = sources + last, targets + own
+                self.pages.share(whole)
+                entering.append(whole + own)
+        self.pages.copy(sources, targets)
+        sequences = [sequence for part in parts for sequence in part]
+        rows = self.decoder.rows.put(len(self.running), sequences, entering)
+        copies = torch.tensor([len(part) for part in parts], device=hidden.device)
+        self.decoder.sample(rows, scores.repeat_interleave(copies, 0))
+        self.running += sequences
+        self.taken += entering
+        self.counts += [len(sequence.tokens) + 1 for sequence in sequences]
+
+    def _grow(self, waiting: deque[list[Sequence]]) -> int:
+        """Pages for the next steps of all rows; how many steps. Rows that find none wait again."""
+        while True:
+            prompts, limits = np.array([(len(s.request.prompt), s.limit) for s in self.running]).T
+            counts, have = np.array(self.counts), np.array([len(pages) for pages in self.taken])
+            steps = int((limits - counts).clip(1, STEPS).max())
+            last = prompts + np.minimum(counts + steps, limits) - 2  # position that the last step writes
+            missing = (last // PAGE + 1 - have).clip(0)
+            if missing.sum() <= len(self.pages.free):
+                break
+            self._leave(waiting)
+        added = []
+        for row in missing.nonzero()[0].tolist():
+            pages = self.pages.take(int(missing[row]))
+            added += [(row, int(have[row]) + number, page) for number, page in enumerate(pages)]
+            self.taken[row] += pages
+        self.decoder.rows.add_pages(added)
+        return steps
+
+    def _leave(self, waiting: deque[list[Sequence]]) -> None:
+        """The youngest row gives up its pages and waits, with what it has generated behind its prompt."""
+        last = len(self.running) - 1
+        sequence = self.running[last]
+        self._read([last])
+        if not sequence.finish:
+            waiting.appendleft([sequence])
+        self._keep(list(range(last)))
+
+    def _collect(self) -> None:
+        """See which rows have ended, and let the others move up."""
+        self.counts, done = self.decoder.rows.status(len(self.running))
+        self._read([row for row, s in enumerate(self.running) if done[row] or s.request.sampling.stop])
+        if any(sequence.finish for sequence in self.running):
+            self._keep([row for row, sequence in enumerate(self.running) if not sequence.finish])
+
+    def _read(self, rows: list[int]) -> None:
+        """Give the sequences of these rows the tokens that they have not got yet."""
+        if not rows:
+            return
+        start = min(len(self.running[row].tokens) for row in rows)
+        read = self.decoder.rows.read(rows, start, max(self.counts[row] for row in rows))
+        for row, (tokens, logprobs) in zip(rows, read, strict=True):
+            sequence = self.running[row]
+            new = slice(len(sequence.tokens) - start, self.counts[row] - start)
+            sequence.extend(tokens[new], logprobs[new], self.endings, self.version)
+
+    def _keep(self, rows: list[int]) -> None:
+        """These stay, in this order; the pages of the others are free."""
+        for row in set(range(len(self.running))) - set(rows):
+            self.pages.give(self.taken[row])
+        self.running = [self.running[row] for row in rows]
+        self.taken = [self.taken[row] for row in rows]
+        self.counts = [self.counts[row] for row in rows]
+        self.decoder.rows.keep(rows)

@@ -1,0 +1,176 @@
+"""The paged KV cache: pages of a few positions each, shared between the rows that continue one prompt."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rolecall.engines.cache import head_size, token_bytes
+from rolecall.models.attention import sdpa
+
+PAGE = 32  # positions
+ALIGNED = 8  # elements: where the pages begin is counted in these, so that kernels may load 16 bytes at once
+TRASH = 0  # the page that rows write to which have no more use for what they compute
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+class Pages:
+    """Keys (after rotary) and values of all layers, in numbered pages that rows take and give back.
+
+    A page that several rows read (their prompt's whole pages) is counted, and free once all have given it back.
+
+    Captured CUDA graphs keep the addresses of the tensors they were captured with. That of the pages is not one of
+    them: kernels find each layer's from ``anchor``, a small tensor that stays, and ``offsets``, which ``allocate``
+    writes. So the memory can be freed for training, and the graphs live on.
+
+    ``anchor``: (8,) of the model's type. ``offsets``: (layers, 2) int64, in ``ALIGNED`` elements from it to the layer's
+    keys and values.
+    """
+
+    def __init__(self, model: Any):
+        shape = model.config.get_text_config()
+        self.layers, self.width = shape.num_hidden_layers, head_size(model)
+        self.heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+        self.page_bytes = PAGE * token_bytes(model)
+        self.anchor = torch.empty(ALIGNED, dtype=model.dtype, device=model.device)
+        self.offsets = torch.zeros(self.layers, 2, dtype=torch.int64, device=model.device)
+        self.pool: Tensor | None = None  # (layers, 2, pages, heads, PAGE, width)
+        self.free: list[int] = []
+        self.users: list[int] = []
+
+    def allocate(self, count: int) -> None:
+        """Memory for ``count`` pages that rows may take (and the trash)."""
+        self.pool = self.anchor.new_empty(self.layers, 2, 1 + count, self.heads, PAGE, self.width)
+        self.pool[:, :, TRASH] = 0  # read by rows that are done: never NaN
+        unit = ALIGNED * self.pool.element_size()
+        addresses = [[self.pool[layer, part].data_ptr() for part in (0, 1)] for layer in range(self.layers)]
+        self.offsets.copy_((torch.tensor(addresses) - self.anchor.data_ptr()) // unit)
+        self.free = list(range(count, TRASH, -1))
+        self.users = [0] * (1 + count)
+
+    def release(self) -> None:
+        self.pool = None
+
+    def take(self, count: int) -> list[int]:
+        """That many free pages; the caller has seen that there are as many."""
+        taken = [self.free.pop() for _ in range(count)]
+        self.share(taken)
+        return taken
+
+    def share(self, pages: list[int]) -> None:
+        """One more row reads these."""
+        for page in pages:
+            self.users[page] += 1
+
+    def give(self, pages: list[int]) -> None:
+        """A row is done with these."""
+        for page in pages:
+            self.users[page] -= 1
+            if not self.users[page]:
+                self.free.append(page)
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Pages, with all layers of them, to others."""
+        assert self.pool is not None
+        self.pool[:, :, targets] = self.pool[:, :, sources]
+
+
+class PagedPrefill:
+    """Prompts that enter, one a row, padded on the right (what stands behind a token is not seen by it).
+
+    ``tokens``, ``positions``: (B, L) what the model reads; ``ends``: (B,) the place of each prompt's last token.
+
+    Args:
+        prompts: the token ids of each.
+        pages: of each, enough for it.
+    """
+
+    def __init__(self, cache: Pages, prompts: list[list[int]], pages: list[list[int]]):
+        device = cache.anchor.device
+        longest = PAGE * pages_for(max(len(prompt) for prompt in prompts))
+        self.cache = cache
+        self.tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
+        self.positions = torch.arange(longest, device=device).expand_as(self.tokens)
+        self.ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+        self.pages = torch.tensor([row + [TRASH] * (longest // PAGE - len(row)) for row in pages], device=device)
+        self.masks: dict[int, Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        assert self.cache.pool is not None
+        for part, new in enumerate((key, value)):
+            rows, heads, length, width = new.shape
+            paged = new.view(rows, heads, length // PAGE, PAGE, width).transpose(1, 2)
+            self.cache.pool[layer, part, self.pages] = paged
+        if window is None or window >= query.shape[2]:
+            return sdpa(query, key, value, None, scale, causal=True)
+        return sdpa(query, key, value, self._band(window), scale)
+
+    def _band(self, window: int) -> Tensor:
+        if window not in self.masks:
+            size = self.tokens.shape[1]
+            causal = torch.ones(size, size, dtype=torch.bool, device=self.tokens.device).tril()
+            self.masks[window] = causal.triu(1 - window)
+        return self.masks[window]
+
+
+class PagedDecode:
+    """One new token a row.
+
+    Args:
+        table: (rows, most pages a row) int32.
+        positions: (n,) where the new tokens stand.
+    """
+
+    def __init__(self, cache: Pages, table: Tensor, positions: Tensor):
+        self.cache, self.table, self.positions = cache, table, positions
+
+    def layer(self, number: int) -> "PagedDecodeLayer":
+        return PagedDecodeLayer(self, number)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        return self.layer(layer).attend(layer, query, key, value, scale, window)
+
+
+class PagedDecodeLayer:
+    """The layout of one layer. It holds tensors and no number, so that compiled code serves every layer."""
+
+    def __init__(self, decode: PagedDecode, number: int):
+        self.anchor, self.offsets = decode.cache.anchor, decode.cache.offsets[number]
+        self.table, self.positions = decode.table, decode.positions
+        self.pool = None if self.anchor.is_cuda else decode.cache.pool[number]  # type: ignore[index]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        new = query.squeeze(2), key.squeeze(2), value.squeeze(2)
+        if self.pool is not None:
+            return attend_plainly(*new, self.pool, self.table, self.positions, scale, window).unsqueeze(2)
+        where = self.anchor, self.offsets, self.table, self.positions
+        return torch.ops.rolecall.paged_attention(*new, *where, scale, window or 0).unsqueeze(2)
+
+
+def attend_plainly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pool: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """``kernels.paged_attention`` without a kernel, on one layer's pool (2, pages, Hkv, PAGE, D)."""
+    pages = table[: len(query)].long()
+    own = pages.gather(1, positions[:, None] // PAGE).squeeze(1)
+    for part, new in enumerate((key, value)):
+        pool[part, own, :, positions % PAGE] = new
+    # (n, pages a row, Hkv, PAGE, D) -> (n, Hkv, positions, D)
+    keys, values = (pool[part, pages].transpose(1, 2).flatten(2, 3) for part in (0, 1))
+    columns = torch.arange(keys.shape[2], device=query.device)
+    seen = columns <= positions[:, None]
+    if window is not None:
+        seen &= columns > positions[:, None] - window
+    values = values.masked_fill(~seen[:, None, :, None], 0)  # pages hold what was there before
+    keys = keys.masked_fill(~seen[:, None, :, None], 0)
+    return sdpa(query.unsqueeze(2), keys, values, seen[:, None, None], scale).squeeze(2)
