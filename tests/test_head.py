@@ -40,4 +40,3 @@ def test_sixteen_bit_logits_keep_differences_that_their_own_type_rounds_away():
     got = logits(Model(head), hidden)
     assert got.tolist() == [[20.0, 20.01953125]]  # in bfloat16 both are 20
     assert head(hidden).tolist() == [[20.0, 20.0]]
-

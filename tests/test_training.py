@@ -27,9 +27,7 @@ def test_log_probability_and_entropy_by_hand():
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(1, 20), st.integers(2, 30), st.integers(1, 200), st.floats(0.3, 3.0), st.booleans(), st.booleans()
-)
+@given(st.integers(1, 20), st.integers(2, 30), st.integers(1, 200), st.floats(0.3, 3.0), st.booleans(), st.booleans())
 def test_any_chunking_gives_the_values_and_gradients_of_log_softmax(tokens, vocabulary, limit, temperature, bias, both):
     torch.manual_seed(tokens * 31 + vocabulary)
     hidden = torch.randn(tokens, 8, dtype=torch.float64, requires_grad=True)
@@ -74,9 +72,7 @@ def test_a_nearly_certain_token_keeps_its_small_gradient():
 
 def test_sums_run_in_float32():
     """1,000 equal bf16 logits: log-probability -ln 1000 to float32's precision, far beyond bfloat16's."""
-    logprobs, entropy = token_logprobs(
-        torch.full((1, 1000), 7.0, dtype=torch.bfloat16), None, torch.tensor([3]), 1.0
-    )
+    logprobs, entropy = token_logprobs(torch.full((1, 1000), 7.0, dtype=torch.bfloat16), None, torch.tensor([3]), 1.0)
     assert logprobs.dtype == torch.float32
     assert logprobs.item() == pytest.approx(-math.log(1000), rel=1e-6)
     assert entropy.item() == pytest.approx(math.log(1000), rel=1e-6)
