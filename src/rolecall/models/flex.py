@@ -113,4 +113,5 @@ def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _compiled(forward: Any) -> Any:
-    return torch.compile(forward, dynamic=True)
+    # Only lengths are dynamic: a layer's epsilon and the like are constants.
+    return torch._dynamo.config.patch(specialize_float=True)(torch.compile(forward, dynamic=True))

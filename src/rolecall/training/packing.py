@@ -178,8 +178,9 @@ def _pack(segments: list[list[Sample]], device: torch.device | str, window: int 
             tokens += sample.response[:-1]
             positions += range(len(prompt), len(prompt) + len(sample.response) - 1)
     layout: Packed | BlockSparse
-    if torch.device(device).type == "cuda":
-        if rest := -len(tokens) % BLOCK:  # a last segment that nobody reads
+    if _skips_blocks(device):
+        # A last segment that nobody reads. Two blocks at least: for a single one all would be compiled again.
+        if rest := max(-len(tokens) % BLOCK, 2 * BLOCK - len(tokens)):
             tokens += [0] * rest
             positions += range(rest)
             lengths.append([rest])
@@ -196,6 +197,11 @@ def _pack(segments: list[list[Sample]], device: torch.device | str, window: int 
         predictors=put(predictors, device),
         targets=put([token for sample in samples for token in sample.response], device),
     )
+
+
+def _skips_blocks(device: torch.device | str) -> bool:
+    """Whether attention there is one kernel for all segments: on a CPU a call for each with a mask is faster."""
+    return torch.device(device).type == "cuda"
 
 
 def _shared_prefix_mask(lengths: list[int]) -> Tensor:
