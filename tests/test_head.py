@@ -28,13 +28,9 @@ def test_logits_are_the_product_of_what_is_given(dtype, vocabulary, bias):
     head = linear(vocabulary, dtype, bias)
     hidden = (10 * torch.randn(3, 8)).to(dtype)
     right = hidden.double() @ head.weight.double().t() + (head.bias.double() if bias else 0)
-    with torch.no_grad():
-        got = logits(Model(head), hidden)
+    got = logits(Model(head), hidden)
     assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    if dtype.itemsize == 2 and bias:  # a head of another kind is called as it is
-        assert torch.equal(got, head(hidden).float())
-    else:
-        assert torch.allclose(got.double(), right, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(got.double(), right, rtol=1e-5, atol=1e-5)
 
 
 def test_sixteen_bit_logits_keep_differences_that_their_own_type_rounds_away():
@@ -44,13 +40,3 @@ def test_sixteen_bit_logits_keep_differences_that_their_own_type_rounds_away():
     got = logits(Model(head), hidden)
     assert got.tolist() == [[20.0, 20.01953125]]  # in bfloat16 both are 20
     assert head(hidden).tolist() == [[20.0, 20.0]]
-
-
-def test_gradients_of_a_sixteen_bit_head():
-    """d(sum of g * logits): g @ weight for the hidden states, g.T @ hidden for the weight."""
-    head = linear(4, torch.bfloat16)
-    hidden = torch.randn(3, 8, dtype=torch.bfloat16, requires_grad=True)
-    g = torch.randint(-2, 3, (3, 4)).float()
-    (logits(Model(head), hidden) * g).sum().backward()
-    assert torch.allclose(hidden.grad.float(), g @ head.weight.float(), rtol=1e-2, atol=1e-2)
-    assert torch.allclose(head.weight.grad.float(), g.t() @ hidden.detach().float(), rtol=1e-2, atol=1e-2)

@@ -30,12 +30,12 @@ SHAPE = {
 }
 
 
-def make(kind: str, window: int = 4) -> Loaded:
+def make(kind: str, window: int = 4, layers: int = 2) -> Loaded:
     torch.manual_seed(0)
     if kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SHAPE))
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **SHAPE))
     elif kind == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=2, **SHAPE))
+        model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=layers, **SHAPE))
     else:  # a sliding layer with a window shorter than the samples, and a full one
         layers = ["sliding_attention", "full_attention"]
         config = Gemma3TextConfig(num_hidden_layers=2, sliding_window=window, layer_types=layers, **SHAPE)

@@ -251,7 +251,9 @@ class Optimizer(Section):
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After warm-up, down to 0")
     epochs: int = Field(1, ge=1, description="Passes over a step's samples")
     minibatches: int = Field(1, ge=1, description="Optimizer steps a pass")
-    micro_tokens: int = Field(4096, ge=1, description="Most tokens in one forward and backward pass")
+    micro_tokens: int | None = Field(
+        None, ge=1, description="Most tokens in one forward and backward pass; unset: what a GPU holds, 4096 on a CPU"
+    )
     checkpointing: bool = Field(False, description="Recompute activations in the backward pass to save memory")
 
 

@@ -22,10 +22,11 @@ from rolecall import config as configuration
 from rolecall.errors import UserError, nearest
 from rolecall.files import atomic_folder
 from rolecall.models.attention import why_unsupported
+from rolecall.models.flex import compile_layers
 
 # Each module's make(folder) writes the model.
 BUILT_IN = {"smollm2-135m-instruct": "rolecall.models.smollm2", "tiny": "rolecall.models.tiny"}
-SMALL = 300_000_000  # parameters of a model that "auto" computes in float32 on a GPU, too
+SMALL = 300_000_000  # parameters of a model that on a GPU "auto" computes in float32, too, and that is not compiled
 LAYOUT = "1"  # of the cache; counted up when a built-in model is made differently
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -47,6 +48,12 @@ class Loaded:
     @property
     def packed(self) -> bool:
         return self.why is None
+
+    @property
+    def window(self) -> int | None:
+        """Of the sliding attention layers; None: there are none."""
+        any_model: Any = self.model
+        return getattr(any_model.config.get_text_config(), "sliding_window", None)
 
 
 def device() -> torch.device:
@@ -114,7 +121,10 @@ def load(config: configuration.Model, device: torch.device | str) -> Loaded:
         for name, value in list(vars(module).items()):
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
-    return Loaded(model, tokenizer, why_unsupported(model))
+    why = why_unsupported(model)
+    if why is None and device.type == "cuda" and parameters > SMALL:  # a small one would take longer to compile
+        compile_layers(model)
+    return Loaded(model, tokenizer, why)
 
 
 def outline(config: configuration.Model, device: torch.device | str) -> nn.Module:

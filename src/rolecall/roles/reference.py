@@ -7,6 +7,7 @@ from rolecall.config import Config
 from rolecall.roles.actor import Actor
 from rolecall.samples import Sample
 from rolecall.training.logprobs import sample_logprobs
+from rolecall.training.memory import MOST
 
 
 class Reference:
@@ -29,6 +30,6 @@ class Reference:
 
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
         """Log-probability of each response token, at the temperature that the Actor samples and trains at."""
-        rollout, budget = self.config.rollout, self.config.actor.micro_tokens
+        rollout, budget = self.config.rollout, self.config.actor.micro_tokens or MOST[models.device().type]
         with self._adapter.disable_adapter() if self._adapter else nullcontext():
             return sample_logprobs(self._loaded, samples, rollout.temperature, budget)

@@ -1,70 +1,174 @@
 """Log-probabilities of response tokens, in memory that does not grow with tokens x vocabulary."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from rolecall.models import Loaded
 from rolecall.models.attention import hidden_states
-from rolecall.models.head import logits
+from rolecall.models.head import product
 from rolecall.samples import Sample
 from rolecall.training.packing import MicroBatch, micro_batches
 
-LOGITS = 2**26  # most logits held at once: 256 MiB in float32
-
-Head = Callable[[Tensor], Tensor]
+# Most logits held at once: 256 MiB in float32; on a GPU 2 GiB, since short products do not fill it.
+LOGITS = {"cpu": 2**26, "cuda": 2**29}
 
 
 def token_logprobs(
     hidden: Tensor,
-    head: Head,
+    head: nn.Linear | None,
     targets: Tensor,
     temperature: float,
     *,
     entropy_gradient: bool = False,
-    limit: int = LOGITS,
+    limit: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(head(hidden) / temperature) at the targets, and the entropy of that distribution.
 
-    At most ``limit`` logits (at least one token's) exist at a time: tokens go in chunks, and with more than one chunk
-    the logits are computed again in the backward pass instead of being kept. Sums run in float32 or wider.
+    At most ``limit`` logits (at least one token's) exist at a time: tokens go in chunks, and the backward pass computes
+    each chunk's logits again. Sums run in float32 or wider.
 
     Args:
-        hidden: (N, H) states that predict the targets.
-        head: the output embedding, (n, H) -> (n, V).
+        hidden: (N, H) states that predict the targets; (N, V) logits if ``head`` is None.
+        head: the output embedding.
         targets: (N,) token ids.
+        limit: default: ``LOGITS``.
 
     Returns:
         log-probabilities (N,) and entropies (N,) in nats; these carry a gradient only if ``entropy_gradient``.
     """
-    with torch.no_grad():
-        vocabulary = head(hidden[:1]).shape[-1]
-    size = max(1, limit // vocabulary)
-    recompute = len(targets) > size and torch.is_grad_enabled()
-    chunk = partial(checkpoint, _chunk, use_reentrant=False) if recompute else _chunk
-    chunks = zip(hidden.split(size), targets.split(size), strict=True)
-    parts = [chunk(part, head, target, temperature, entropy_gradient) for part, target in chunks]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    weight, bias = (None, None) if head is None else (head.weight, head.bias)
+    vocabulary = hidden.shape[1] if weight is None else len(weight)
+    size = max(1, (limit or LOGITS[hidden.device.type]) // vocabulary)
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, entropy_gradient, size)
 
 
-def _chunk(
-    hidden: Tensor, head: Head, targets: Tensor, temperature: float, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    scores = head(hidden)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) / temperature
-    normalizer = scores.logsumexp(-1)
-    logprobs = scores.gather(-1, targets[:, None]).squeeze(-1) - normalizer
-    # Last, so that the recomputation in the backward pass stops before it where it has no gradient.
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        p = (scores - normalizer[:, None]).exp()
-        # An impossible token (logit -inf) adds nothing: p log p is 0 there, not NaN, and so is its gradient.
-        entropy = normalizer - (p * scores.where(p > 0, 0.0)).sum(-1)
-    return logprobs, entropy
+class _TokenLogprobs(torch.autograd.Function):
+    """Keeps a token's hidden state, normalizer and entropy for the backward pass, and no logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        entropy_gradient: bool,
+        size: int,
+    ) -> tuple[Tensor, Tensor]:
+        parts = []
+        for part, target in zip(hidden.split(size), targets.split(size), strict=True):
+            scores = _scores(part, weight, bias)
+            normalizer, entropy = _normalizer_and_entropy(scores, temperature)
+            parts.append((scores.gather(1, target[:, None])[:, 0] / temperature - normalizer, normalizer, entropy))
+        logprobs, normalizer, entropy = (torch.cat(each) for each in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
+        ctx.temperature, ctx.entropy_gradient, ctx.size = temperature, entropy_gradient, size
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, *per_token = ctx.saved_tensors
+        to_hidden = torch.empty_like(hidden)
+        # Chunks add up in float32.
+        to_weight = _zeros(weight) if ctx.needs_input_grad[1] else None
+        to_bias = _zeros(bias) if ctx.needs_input_grad[2] else None
+        chunks = zip(*(x.split(ctx.size) for x in (hidden, to_hidden, *per_token, *gradients)), strict=True)
+        for part, to_part, target, normalizer, entropy, *outer in chunks:
+            scores = _scores(part, weight, bias)
+            to_logprob, to_entropy = (x[:, None] / ctx.temperature for x in outer)
+            rest = (
+                normalizer[:, None].clone(),  # at offset 0: a view's own would be compiled for
+                (normalizer - entropy)[:, None],
+                to_logprob,
+                to_entropy if ctx.entropy_gradient else None,
+                ctx.temperature,
+            )
+            chosen = _to_scores(scores.gather(1, target[:, None]), *rest) + to_logprob
+            to_scores = _to_scores_narrowed(scores, *rest, hidden.dtype)
+            to_scores.scatter_(1, target[:, None], chosen.to(hidden.dtype))
+            if weight is None:
+                to_part.copy_(to_scores)
+            else:
+                torch.mm(to_scores, weight, out=to_part)
+            if to_weight is not None:
+                to_weight += product(to_scores.t(), part.t())
+            if to_bias is not None:
+                to_bias += to_scores.sum(0, dtype=to_bias.dtype)
+        return (
+            to_hidden,
+            None if to_weight is None else to_weight.to(weight.dtype),
+            None if to_bias is None else to_bias.to(bias.dtype),
+            *[None] * 4,
+        )
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+
+
+def _scores(hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """(n, V) logits, float32 or wider."""
+    if weight is None:
+        return hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    scores = product(hidden, weight)
+    return scores if bias is None else scores.add_(bias)
+
+
+def fused_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One kernel for all of a function's element-wise steps, where its first argument is on a GPU."""
+    compiled = torch.compile(function)
+
+    @wraps(function)
+    def call(scores: Tensor, *args: Any) -> Any:
+        return (compiled if scores.is_cuda else function)(scores, *args)
+
+    return call
+
+
+@fused_on_cuda
+def _normalizer_and_entropy(scores: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(n, V) logits -> log of the sum of exp(logits / temperature), and the distribution's entropy, (n,) each."""
+    peak = scores.amax(1, keepdim=True)
+    below = (scores - peak) / temperature
+    powers = below.exp()
+    total = powers.sum(1)
+    # An impossible token (logit -inf) adds nothing: p log p is 0 there, not NaN.
+    mean = (powers * below.where(powers > 0, 0.0)).sum(1) / total
+    return peak[:, 0] / temperature + total.log(), total.log() - mean
+
+
+def _to_scores(
+    scores: Tensor, normalizer: Tensor, mean: Tensor, to_logprob: Tensor, to_entropy: Tensor | None, temperature: float
+) -> Tensor:
+    """The gradient of logits that are not chosen; that of a chosen one has its own ``to_logprob`` in addition.
+
+    With s = logits / temperature and p their softmax: d log p_chosen / ds = [chosen] - p, and dH / ds = -p (s - E[s]).
+
+    Args:
+        scores: (n, any) logits.
+        normalizer, mean: (n, 1) log of the sum of exp(s), and E[s].
+        to_logprob, to_entropy: (n, 1) outer gradients over the temperature; none for the entropy: None.
+    """
+    scores = scores / temperature
+    p = (scores - normalizer).exp()
+    outer = to_logprob
+    if to_entropy is not None:
+        outer = outer + to_entropy * (scores - mean).where(p > 0, 0.0)
+    return -p * outer
+
+
+@fused_on_cuda
+def _to_scores_narrowed(scores: Tensor, *args: Any) -> Tensor:
+    """``_to_scores`` in the type given last."""
+    *rest, dtype = args
+    return _to_scores(scores, *rest).to(dtype)
 
 
 def response_hidden(model: nn.Module, micro: MicroBatch) -> Tensor:
@@ -84,15 +188,18 @@ def policy_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies of a micro-batch's response tokens at ``temperature``, (B, T) each."""
     model: Any = loaded.model
+    head = None
     if loaded.packed:
-        head: Head = partial(logits, model)
         hidden = response_hidden(model, micro)
+        head = model.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            hidden, head = head(hidden), None
     else:
         # Such a model may do more to its logits than the output embedding does, so we take what it returns.
         output = model(
             input_ids=micro.tokens, attention_mask=micro.attention_mask, position_ids=micro.positions, use_cache=False
         ).logits
-        hidden, head = output.flatten(0, 1).index_select(0, micro.predictors), nn.Identity()
+        hidden = output.flatten(0, 1).index_select(0, micro.predictors)
     logprobs, entropy = token_logprobs(hidden, head, micro.targets, temperature, entropy_gradient=entropy_gradient)
     return micro.rows(logprobs), micro.rows(entropy)
 
@@ -104,8 +211,10 @@ def in_sample_order(
     """Run ``compute`` (micro-batch -> (B, T)) over all samples and give each its values, one a response token."""
     device = next(loaded.model.parameters()).device
     rows: dict[int, list[float]] = {}
-    for micro in micro_batches(samples, budget, packed=loaded.packed, device=device):
-        for sample, row in zip(micro.samples, compute(micro).tolist(), strict=True):
+    micros = list(micro_batches(samples, budget, packed=loaded.packed, device=device, window=loaded.window))
+    # All are under way before the first is waited for.
+    for micro, values in [(micro, compute(micro)) for micro in micros]:
+        for sample, row in zip(micro.samples, values.tolist(), strict=True):
             rows[id(sample)] = row[: len(sample.response)]
     return [rows.get(id(sample), []) for sample in samples]
 

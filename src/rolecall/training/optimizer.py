@@ -73,8 +73,9 @@ class Optimizer:
             group["lr"] = lr
         self._adam.step()
         self._adam.zero_grad()
-        for weight, master in self._mastered():
-            weight.copy_(master)
+        if mastered := self._mastered():
+            weights, masters = zip(*mastered, strict=True)
+            torch._foreach_copy_(weights, masters)
         self.steps += 1
         return {"grad_norm": norm.item(), "lr": lr}
 
@@ -112,8 +113,12 @@ def _master(weight: nn.Parameter) -> Tensor:
     master = weight.detach().float()
 
     def accumulate(weight: Tensor) -> None:
-        gradient, weight.grad = weight.grad.float(), None  # type: ignore[union-attr]
-        master.grad = gradient if master.grad is None else master.grad + gradient
+        gradient, weight.grad = weight.grad, None
+        assert gradient is not None
+        if master.grad is None:
+            master.grad = gradient.float()
+        else:
+            master.grad.add_(gradient)  # one kernel, which widens as it reads
 
     weight.register_post_accumulate_grad_hook(accumulate)
     return master

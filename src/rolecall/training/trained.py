@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from rolecall import config as configuration
 from rolecall import models
 from rolecall.config import Config
-from rolecall.errors import UserError
+from rolecall.errors import RunError, UserError
 from rolecall.models import Loaded, lora
 from rolecall.samples import Sample, by_group
-from rolecall.training import checkpoint
+from rolecall.training import checkpoint, memory
 from rolecall.training.optimizer import Optimizer, bytes_to_train
 from rolecall.training.packing import MicroBatch, micro_batches
 
@@ -72,6 +73,11 @@ class Trained:
             model: Any = loaded.model
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
+    @cached_property
+    def micro_tokens(self) -> int:
+        """Most tokens of a micro-batch; where it is not configured, what fits when it is first asked for."""
+        return memory.micro_tokens(self.settings, self.loaded.model, self.device)
+
     def take_steps(self, samples: list[Sample], keep: Callable[[Sample], bool], loss: Loss) -> list[Metrics]:
         """``epochs`` passes over the samples, an optimizer step for each of the ``minibatches``.
 
@@ -85,7 +91,7 @@ class Trained:
             each step's metrics, with ``grad_norm``, ``lr``, and the action tokens ``computed`` and ``skipped``.
 
         Raises:
-            RunError: a gradient is not finite.
+            RunError: a gradient is not finite, or a micro-batch does not fit in the GPU's memory.
         """
         steps = []
         batches = list(self._minibatches(samples))
@@ -115,13 +121,29 @@ class Trained:
     def _accumulate(self, samples: list[Sample], totals: Totals, loss: Loss) -> list[Mapping[str, float | Tensor]]:
         """Backward through every micro-batch; their metrics."""
         parts = []
-        budget, packed = self.settings.micro_tokens, self.loaded.packed
+        packed, window = self.loaded.packed, self.loaded.window
+        # All are made before the first is computed: a GPU never waits for the next one.
+        micros = list(micro_batches(samples, self.micro_tokens, packed=packed, device=self.device, window=window))
         with self._recomputing():
-            for micro in micro_batches(samples, budget, packed=packed, device=self.device):
-                value, metrics = loss(micro, totals)
-                value.backward()
+            for micro in micros:
+                try:
+                    value, metrics = loss(micro, totals)
+                    value.backward()
+                except torch.OutOfMemoryError as error:
+                    raise RunError(self._does_not_fit(micro)) from error
                 parts.append(metrics)
         return parts
+
+    def _does_not_fit(self, micro: MicroBatch) -> str:
+        role = type(self).__name__.lower()
+        longest = max(len(sample.prompt) + len(sample.response) for sample in micro.samples)
+        advice = f"Set --{role}.micro_tokens {self.micro_tokens // 2}"
+        if not self.settings.checkpointing:
+            advice += f" or --{role}.checkpointing true"
+        return (
+            f"Out of memory on {self.device} in a micro-batch of {micro.tokens.numel()} tokens (longest sample: "
+            f"{longest}) with {role}.micro_tokens = {self.micro_tokens}. {advice}."
+        )
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
