@@ -6,7 +6,6 @@ mask lists. The list comes from where each part begins and ends: no mask of toke
 
 from functools import cache, partial
 from itertools import chain
-from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -37,6 +36,10 @@ class BlockSparse:
             nearest = shared + (query - own) + (shared_end - shared) - window + 1  # by positions, see Packed
             cut = np.clip(nearest, shared, shared_end)
             self._masks[window] = _block_mask(np.maximum(own, query - window + 1), cut, shared_end, device)
+
+    def layer(self, number: int) -> "BlockSparse":
+        """The layout of one layer: the same for all."""
+        return self
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         return _attention(query, key, value, self._masks[window], scale)
@@ -95,20 +98,22 @@ def _listed(chosen: np.ndarray, device: torch.device | str) -> tuple[Tensor, Ten
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Let the model's decoder layers run compiled where they are called with a ``BlockSparse`` layout.
+    """Let the model's decoder layers run compiled where they are called with a layout that has one for each layer.
 
-    They share what is compiled: once for each kind of layer, with and without gradients, whatever the lengths. Called
-    in any other way (an engine, transformers' generate) a layer runs as it is.
+    They share what is compiled: once for each kind of layer and layout, with and without gradients, whatever the
+    lengths. Called in any other way (generate, prompts that enter the native engine) they run as they are.
     """
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = MethodType(_forward, layer)
+    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    for number, layer in enumerate(layers):
+        layer.forward = partial(_forward, layer, number)
 
 
-def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = type(layer).forward
-    run = _compiled(forward) if isinstance(kwargs.get("layout"), BlockSparse) else forward
-    return run(layer, *args, **kwargs)
+def _forward(module: nn.Module, number: int, *args: Any, **kwargs: Any) -> Any:
+    forward = type(module).forward
+    if hasattr(kwargs.get("layout"), "layer"):
+        kwargs["layout"] = kwargs["layout"].layer(number)  # here, so that compiled code does not know the number
+        forward = _compiled(forward)
+    return forward(module, *args, **kwargs)
 
 
 @cache

@@ -24,8 +24,7 @@ def micro_tokens(settings: configuration.Optimizer, model: nn.Module, device: to
     if device.type != "cuda":
         return MOST[device.type]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = free_memory(device) + cached - 12 * trained - head_bytes(model)  # FP32 gradients and Adam's two moments
+    free = free_memory(device) - 12 * trained - head_bytes(model)  # FP32 gradients and Adam's two moments
     token = activation_bytes(model, settings.checkpointing)
     tokens = min(MOST["cuda"], max(LEAST, int(SHARE * free / token) // LEAST * LEAST))
     log.info(

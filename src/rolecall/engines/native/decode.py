@@ -1,9 +1,6 @@
 """The decode step: every row's next token, on the device from end to end, replayed as a CUDA graph."""
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +12,6 @@ from rolecall.engines.native.rows import Rows
 from rolecall.engines.native.sampling import draw
 from rolecall.models.attention import hidden_states
 from rolecall.models.head import logits
-from rolecall.models.load import SMALL
 
 # Rows of a captured step: half of the next power of two, three quarters, all of it.
 BUCKETS = [4, 8, *(size for power in range(4, 13) for size in (2**power, 3 * 2 ** (power - 1)))]
@@ -25,8 +21,7 @@ class Decoder:
     """Runs decode steps of all rows without asking the device.
 
     On a GPU a step is captured once for each bucket of rows and each kind of sampling, and replayed from then on. What
-    it reads changes in place: the weights, the rows, the pages (see ``Pages``). The layers of a model that is not small
-    are compiled first: the code of one serves all.
+    it reads changes in place: the weights, the rows, the pages (see ``Pages``).
 
     Args:
         ends: the end-of-sequence tokens.
@@ -41,9 +36,6 @@ class Decoder:
         self.captures = device.type == "cuda"
         if self.captures:
             importlib.import_module("rolecall.engines.native.kernels")  # needs Triton; registers what layouts call
-        layers = getattr(model.base_model, "layers", None)
-        large = sum(parameter.numel() for parameter in model.parameters()) > SMALL
-        self.compiled = list(layers) if self.captures and large and layers is not None else []
         self.fused = fuse(model) if self.captures else []
         self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         self.memory: Any = None  # that the graphs share
@@ -80,31 +72,10 @@ class Decoder:
         rows = self.rows.first(n)
         positions = rows.prompts + rows.counts - 1
         layout = PagedDecode(self.pages, rows.table, positions)
-        with in_use(self.fused), _compiled(self.compiled, layout):
+        with in_use(self.fused):
             hidden = hidden_states(self.model, rows.tokens[:, None], positions[:, None], layout)
         self.sample(rows, logits(self.model, hidden[:, 0]))
 
     def sample(self, rows: Rows, scores: Tensor) -> None:
         """Draw the next token of these rows from their logits (n, V)."""
         rows.record(*draw(scores, rows, self.ends), self.is_end)
-
-
-@contextmanager
-def _compiled(layers: list[Any], layout: PagedDecode) -> Iterator[None]:
-    """These layers of a model run compiled, each with its own part of the layout."""
-    for number, layer in enumerate(layers):
-        layer.forward = partial(_run, layer, layout.layer(number))
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-def _run(module: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
-    return _layer(module, args, kwargs | {"layout": own})
-
-
-@torch.compile(dynamic=True)
-def _layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return type(module).forward(module, *args, **kwargs)
