@@ -148,9 +148,9 @@ def machine() -> str:
 
 
 def earlier(name: str, out: Path) -> dict[str, Any]:
-    """What ``out/results/NAME.json`` holds, so that a table can be made in several runs; else no rows."""
+    """What ``out/results/NAME.json`` holds, so that a table can be made in several runs."""
     file = out / "results" / f"{name}.json"
-    return json.loads(file.read_text()) if file.exists() else {"rows": []}
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def merge(rows: list[Row], row: Row, keys: Sequence[str]) -> Row:

@@ -121,7 +121,7 @@ def _tokenizer() -> Qwen2Tokenizer:
         merges=[],
         eos_token="<eos>",
         pad_token="<pad>",
-        unk_token=None,
+        unk_token="<pad>",
         additional_special_tokens=["<user>", "<assistant>"],
         model_max_length=4096,
     )

@@ -42,7 +42,7 @@ class StepClock(TrainerCallback):
 
 def trainer(
     path: str,
-    reward: Callable[..., list[float]],
+    reward: Callable[..., list[float | None]],
     rows: list[dict[str, Any]],
     clock: StepClock,
     folder: str,

@@ -36,7 +36,7 @@ def run(
         repeats: after one to warm up; the median counts.
     """
     name = f"rollout-{_gpu.machine()}"
-    result = _gpu.earlier(name, out)
+    result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
     shared = {"n": list(n), "lengths": list(lengths), "repeats": repeats[0]}
     parts = [Part("benchmarks.rollout", {"size": one, "system": by} | shared, 900.0) for one in size for by in system]
     for row, _ in _gpu.measure(parts):

@@ -44,7 +44,7 @@ def run(
         micro_tokens: Rolecall's ``actor.micro_tokens``.
     """
     name = f"step-{_gpu.machine()}"
-    result = _gpu.earlier(name, out)
+    result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
     parts = [part(one, by, steps[0], micro_tokens[0]) for one in size for by in system]
     for row, peak in _gpu.measure(parts):
         row = _gpu.merge(result["rows"], row | {"peak_gib": peak}, KEYS)
@@ -103,8 +103,8 @@ def _trl_steps(path: str, steps: int, settings: dict[str, Any]) -> list[dict[str
     """The same metrics of each of TRL's steps, where it has them."""
     from benchmarks import _trl  # which imports TRL
 
-    def coin(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
-        return _gpu.coin(prompts, completions, [])
+    def coin(prompts: list[Any], completions: list[Any], **_: Any) -> list[float | None]:
+        return [*_gpu.coin(prompts, completions, [])]
 
     clock = _trl.StepClock()
     with tempfile.TemporaryDirectory() as folder:

@@ -36,13 +36,13 @@ def run(
         micro_tokens: ``actor.micro_tokens`` of the other sizes: one row for each.
     """
     name = f"training-{_gpu.machine()}"
-    result = _gpu.earlier(name, out)
+    result: dict[str, Any] = {"rows": [], "head": []} | _gpu.earlier(name, out)
     shapes = [(one, tokens if one == "head" else micro_tokens) for one in size]
     parts = [Part("benchmarks.training", {"size": one, "micro_tokens": list(micro)}) for one, micro in shapes]
     for row, _ in _gpu.measure(parts):
         result["matmul"] = row.pop("matmul")
         key = "head" if row["size"] == "head" else "rows"
-        row = _gpu.merge(result.setdefault(key, []), row, ("size", "micro_tokens"))
+        row = _gpu.merge(result[key], row, ("size", "micro_tokens"))
         print(_head_line(row) if key == "head" else _line(row), flush=True)
         write(name, result, _table(result), out, "rolecall bench training")
     return result
@@ -133,13 +133,13 @@ def _table(result: dict[str, Any]) -> str:
         f"Qwen2's sizes, bf16 with FP32 masters and AdamW; median of {REPEATS} after a first one. A group's prompt is "
         "computed once: tokens a second of the samples, and of what is computed. MFU is the FLOPs of what is computed "
         "(nothing recomputed, logits of responses alone) over the rate of a large product, "
-        f"{result.get('matmul', 0) / 1e12:.0f} TFLOP/s; the other MFU counts the prompt for every sample.",
+        f"{result['matmul'] / 1e12:.0f} TFLOP/s; the other MFU counts the prompt for every sample.",
         "",
         "| size | tokens a micro-batch | s | tok/s | computed tok/s | MFU | MFU, prompts repeated | peak GiB |",
         "|---|---|---|---|---|---|---|---|",
         *map(_line, sorted(result["rows"], key=lambda row: (list(SIZES).index(row["size"]), row["micro_tokens"]))),
     ]
-    if head := result.get("head"):
+    if head := result["head"]:
         lines += [
             "",
             "One layer of the 0.5B model under its vocabulary of 151,936, all tokens in one micro-batch:",
