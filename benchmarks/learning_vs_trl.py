@@ -100,7 +100,8 @@ def _train_with_trl(config: Config, folder: str, vllm: bool) -> tuple[dict[int, 
 
     def evaluate(step: int) -> None:
         if step % config.run.eval_every == 0 or step == config.run.steps:
-            accuracies[step] = _accuracy(config, Loaded(trainer.model, tokenizer, None), heldout)
+            model: Any = trainer.model
+            accuracies[step] = _accuracy(config, Loaded(model, tokenizer, None), heldout)
 
     clock = _trl.StepClock(evaluate)
     trainer = _trl.trainer(
