@@ -170,6 +170,12 @@ def prompts() -> Iterator[dict[str, Any]]:
         yield {"prompt": "".join(digits.choices("0123456789", k=PROMPT - 2))}
 
 
+def token_prompts(count: int, seed: int) -> list[list[int]]:
+    """Prompts of ``PROMPT`` random tokens, others for every seed."""
+    draw = random.Random(seed)
+    return [draw.choices(range(10, 200), k=PROMPT) for _ in range(count)]
+
+
 def coin(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
     """A random reward: no group is flat, so every sample is trained on, and there is nothing to learn."""
     return [random.random() for _ in responses]

@@ -62,10 +62,10 @@ def measure(size: str, system: str, n: list[int], lengths: list[str], repeats: i
         for kind in lengths:
             ends = endings(SIZES[size], longest // 4) if kind == "geometric" else []
             generate = measured(count, longest, ends)
-            generate(_prompts(count, -1))
+            generate(_gpu.token_prompts(count // GROUP, seed=-1))
             timed = []
             for repeat in range(repeats):
-                prompts = _prompts(count, repeat)
+                prompts = _gpu.token_prompts(count // GROUP, seed=repeat)
                 start = time.perf_counter()
                 found = generate(prompts)
                 timed.append((time.perf_counter() - start, found))
@@ -108,11 +108,6 @@ def floor_seconds(shape: Size, lengths: list[int], rates: dict[str, float]) -> f
     nbytes = max(lengths) * 2 * weights + seen * shape.token_bytes
     flops = sum(lengths) * 2 * weights + seen * shape.pair_flops
     return max(nbytes / rates["copy"], flops / rates["matmul"])
-
-
-def _prompts(n: int, repeat: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1 + repeat)
-    return torch.randint(10, 200, (n // GROUP, PROMPT), generator=generator).tolist()
 
 
 Generate = Callable[[list[list[int]]], list[int]]  # prompts -> the lengths of their groups' responses

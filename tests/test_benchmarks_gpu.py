@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks import _gpu, _models, decoupling, learning_vs_trl, rollout, step, training
+from benchmarks import _gpu, _models, decoupling, learning_vs_trl, memory, rollout, step, training
 from benchmarks._gpu import Part
 from benchmarks._models import SIZES, Size
 from rolecall import models
@@ -175,6 +175,19 @@ def test_generation_tried_on_a_cpu(tmp_path):
     fixed, geometric = figures["rows"]
     assert fixed["native_mean_length"] == 16 > geometric["native_mean_length"]
     assert 0 < fixed["floor_ms"] < fixed["ms"]
+
+
+def test_memory_tried_on_a_cpu(tmp_path):
+    pytest.importorskip("peft")
+    memory.run(tmp_path, size=["tiny"], lora=["tiny"])
+    lines, figures = table(tmp_path, "memory")
+    (row,) = figures["rows"]
+    # Without the adapter, 4 bytes each: the matrices; a layer's two norms and biases of q, k and v; the last norm.
+    shape = SIZES["tiny"]
+    others = 2 * (2 * 64 + 64 + 2 * 32) + 64
+    assert row["weights"] * 2**30 == 4 * (shape.body + shape.head + others)
+    assert row["peak_gib"] > 0.1 and row["masters"] > 0
+    assert lines[2].startswith("| tiny | LoRA of rank 32 | 0.0 |")
 
 
 @needs_vllm
