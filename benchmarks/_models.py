@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
@@ -13,8 +14,8 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2T
 from rolecall.files import remove
 from rolecall.models import device
 
-SPECIAL = ["<pad>", "<eos>", "<user>", "<assistant>"]
-END = 1
+SPECIAL = ["<pad>", "<eos>", "<often>", "<user>", "<assistant>"]
+END, OFTEN = 1, 2  # the end of a response, which is hardly ever drawn; and what to end at for lengths with a long tail
 CHAT_TEMPLATE = (
     "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -35,6 +36,7 @@ class Size:
     kv_heads: int
     tied: bool
     vocabulary: int = 151_936
+    often: int = 128  # tokens from one ``OFTEN`` to the next, on average
 
     @property
     def head_size(self) -> int:
@@ -69,14 +71,15 @@ SIZES = {
     "7B": Size(3584, 18944, 28, 28, 4, False),
     # One layer under a whole vocabulary, to measure the head alone; and one to try all of this on a CPU.
     "head": Size(896, 4864, 1, 14, 2, True),
-    "tiny": Size(64, 192, 2, 2, 1, True, 1024),
+    "tiny": Size(64, 192, 2, 2, 1, True, 1024, 4),
 }
 
 
 def make(size: str, folder: Path | None = None) -> Path:
     """A Hugging Face folder of a Qwen2 of that size in bfloat16, made once: by default among the temporary files.
 
-    Its tokenizer has a token for each byte, so that a prompt's length is that of its text.
+    Its tokenizer has a token for each byte, so that a prompt's length is that of its text. All tokens are about equally
+    likely, but for ``OFTEN``: where that ends a response, lengths are nearly geometric.
     """
     folder = folder or Path(tempfile.gettempdir()) / "rolecall-bench" / size
     if folder.exists():
@@ -102,6 +105,7 @@ def make(size: str, folder: Path | None = None) -> Path:
             model = Qwen2ForCausalLM(config)
     finally:
         torch.set_default_dtype(torch.float32)
+    _draw_often(model, shape.often)
     model.generation_config = GenerationConfig(eos_token_id=END, pad_token_id=0)
     new = folder.with_name(f".{folder.name}.new")
     remove(new)
@@ -111,6 +115,34 @@ def make(size: str, folder: Path | None = None) -> Path:
     del model
     torch.cuda.empty_cache()  # what comes now may want the whole GPU
     return folder
+
+
+@torch.no_grad()
+def _draw_often(model: Any, often: int) -> None:
+    """Make the probability of ``OFTEN`` 1 / ``often``, on average over random tokens.
+
+    The last layer's attention writes a constant into one dimension of the residual stream (a value that is its bias
+    alone, whatever is attended to), and that token's row of the output embedding reads it. The constant is 20 times
+    the other dimensions' size, so that the probability changes little from token to token.
+    """
+    last, embedding = model.model.layers[-1].self_attn, model.lm_head.weight
+    streams: list[torch.Tensor] = []
+    hook = model.model.norm.register_forward_pre_hook(lambda module, given: streams.append(given[0]))
+    tokens = torch.randint(10, embedding.shape[0], (4, 128), device=embedding.device)
+    model.model(input_ids=tokens, use_cache=False)
+    hook.remove()
+    last.v_proj.weight[0], last.v_proj.bias[0] = 0.0, 1.0
+    last.o_proj.weight[0, 0] = 20 * streams[0].float().pow(2).mean().sqrt()
+    embedding[:, 0] = 0.0
+    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, ::4].flatten(0, 1)
+    logits, constant = (hidden @ embedding.T).float(), hidden[:, 0].float()
+    low, high = 0.0, 100.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        raised = logits.index_add(1, torch.tensor([OFTEN], device=logits.device), middle * constant[:, None])
+        too_often = raised.softmax(-1)[:, OFTEN].mean() > 1 / often
+        low, high = (low, middle) if too_often else (middle, high)
+    embedding[OFTEN, 0] = low
 
 
 def _tokenizer() -> Qwen2Tokenizer:

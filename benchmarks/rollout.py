@@ -17,6 +17,7 @@ from rolecall.config import Config
 from rolecall.samples import Request, Sampling
 
 GROUP = 8
+ENDS = [_models.END, _models.OFTEN]
 KEYS = ("size", "n", "out", "lengths")
 
 
@@ -56,12 +57,12 @@ def measure(size: str, system: str, n: list[int], lengths: list[str], repeats: i
     path = str(_models.make(size))
     rates = {"copy": _models.copy_rate(), "matmul": _models.matmul_rate()} if system == "native" else None
     torch.cuda.empty_cache()
-    measured = _native(path) if system == "native" else _vllm(path, size, max(n))
+    context = PROMPT + max(longest_response(size, count, kind) for count in n for kind in lengths)
+    measured = _native(path) if system == "native" else _vllm(path, context, max(n))
     for count in n:
-        longest = longest_response(size, count)
         for kind in lengths:
-            ends = endings(SIZES[size], longest // 4) if kind == "geometric" else []
-            generate = measured(count, longest, ends)
+            longest = longest_response(size, count, kind)
+            generate = measured(count, longest, kind == "geometric")
             generate(_gpu.token_prompts(count // GROUP, seed=-1))
             timed = []
             for repeat in range(repeats):
@@ -84,15 +85,10 @@ def measure(size: str, system: str, n: list[int], lengths: list[str], repeats: i
             torch.cuda.empty_cache()  # the next engine sizes its cache by what is free
 
 
-def longest_response(size: str, n: int) -> int:
-    if size == "tiny":
-        return 16
-    return 256 if n <= 64 else 512
-
-
-def endings(shape: Size, mean: int) -> list[int]:
-    """End-of-sequence tokens, so many that nearly uniform random weights draw one of them every ``mean`` tokens."""
-    return list(range(shape.vocabulary - shape.vocabulary // mean, shape.vocabulary))
+def longest_response(size: str, n: int, lengths: str) -> int:
+    if lengths == "geometric":
+        return 4 * SIZES[size].often
+    return 16 if size == "tiny" else 256 if n <= 64 else 512
 
 
 def floor_seconds(shape: Size, lengths: list[int], rates: dict[str, float]) -> float:
@@ -113,11 +109,11 @@ def floor_seconds(shape: Size, lengths: list[int], rates: dict[str, float]) -> f
 Generate = Callable[[list[list[int]]], list[int]]  # prompts -> the lengths of their groups' responses
 
 
-def _native(path: str) -> Callable[[int, int, list[int]], Generate]:
+def _native(path: str) -> Callable[[int, int, bool], Generate]:
     loaded: Any = models.load(Config(model={"path": path}).model, models.device())
 
-    def for_shape(n: int, longest: int, ends: list[int]) -> Generate:
-        loaded.model.generation_config.eos_token_id = ends or [_models.END]
+    def for_shape(n: int, longest: int, ends: bool) -> Generate:
+        loaded.model.generation_config.eos_token_id = ENDS
         engine = engines.create("native", loaded, n)
         sampling = Sampling(longest, min_tokens=0 if ends else longest)
 
@@ -130,7 +126,7 @@ def _native(path: str) -> Callable[[int, int, list[int]], Generate]:
     return for_shape
 
 
-def _vllm(path: str, size: str, most: int) -> Callable[[int, int, list[int]], Generate]:
+def _vllm(path: str, context: int, most: int) -> Callable[[int, int, bool], Generate]:
     """vLLM's own ``LLM`` at its best: CUDA graphs for all batch sizes, no seeds (it draws each seeded row alone)."""
     on_cpu = models.device().type == "cpu"
     from vllm import LLM, SamplingParams
@@ -141,7 +137,7 @@ def _vllm(path: str, size: str, most: int) -> Callable[[int, int, list[int]], Ge
         skip_tokenizer_init=True,
         generation_config="vllm",
         logprobs_mode="processed_logprobs",
-        max_model_len=PROMPT + longest_response(size, most),
+        max_model_len=context,
         max_num_seqs=most,
         max_cudagraph_capture_size=None if on_cpu else most,
         gpu_memory_utilization=0.85,
@@ -149,11 +145,11 @@ def _vllm(path: str, size: str, most: int) -> Callable[[int, int, list[int]], Ge
         enable_chunked_prefill=not on_cpu,  # see rolecall.engines.vllm
     )
 
-    def for_shape(n: int, longest: int, ends: list[int]) -> Generate:
+    def for_shape(n: int, longest: int, ends: bool) -> Generate:
         params = SamplingParams(
             n=GROUP,
             max_tokens=longest,
-            stop_token_ids=[*ends, _models.END] if ends else None,
+            stop_token_ids=ENDS if ends else None,
             ignore_eos=not ends,
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,  # in the form that is cheapest to make

@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import textwrap
 
 import pytest
@@ -11,11 +12,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks import _gpu, _models, decoupling, learning_vs_trl, memory, rollout, step, training
 from benchmarks._gpu import Part
 from benchmarks._models import SIZES, Size
-from rolecall import models
+from rolecall import engines, models
 from rolecall.cli import _lists
 from rolecall.config import Config
 from rolecall.data import load_prompts
 from rolecall.errors import RunError, UserError
+from rolecall.samples import Request, Sampling
 from vllm_here import needs_vllm
 
 # 1 layer of width 4 with 2 heads of size 2, one of them for keys and values; an MLP of width 8; 10 words.
@@ -133,9 +135,14 @@ def test_the_flops_of_an_update_by_hand():
     assert training.update_flops(SMALL, 3, 2) == 3 * (2 * 144 * 132 + 2 * 40 * 6 + 16 * pairs)
 
 
-def test_a_random_model_ends_as_often_as_was_asked():
-    ends = rollout.endings(SIZES["0.5B"], 128)
-    assert (len(ends), ends[-1], len(set(ends))) == (1187, 151_935, 1187)  # 151,936 / 128
+def test_a_random_model_ends_as_often_as_was_asked(tmp_path):
+    """A quarter of the tokens end a response, so lengths are geometric: a mean of 4, and 1 in 1 of 4."""
+    loaded = models.load(Config(model={"path": str(_models.make("tiny", tmp_path / "tiny"))}).model, "cpu")
+    loaded.model.generation_config.eos_token_id = rollout.ENDS
+    requests = [Request(i, str(i), text, 8, 0, Sampling(64)) for i, text in enumerate(_gpu.token_prompts(128, 0))]
+    lengths = [len(sample.response) for sample in engines.create("native", loaded, 256).generate(requests)]
+    assert statistics.fmean(lengths) == pytest.approx(4, rel=0.15)  # of 1,024: their mean's deviation is 3 %
+    assert lengths.count(1) / len(lengths) == pytest.approx(0.25, abs=0.06)
 
 
 def test_prompts_have_the_length_that_is_stated():
