@@ -19,6 +19,10 @@ from rolecall.samples import Request, Sampling
 GROUP = 8
 ENDS = [_models.END, _models.OFTEN]
 KEYS = ("size", "n", "out", "lengths")
+HEADS = (
+    "size", "sequences", "tokens out", "lengths", "native tok/s", "vLLM tok/s", "ratio", "ms a step", "floor, ms",
+    "mean lengths",
+)  # fmt: skip
 
 
 def run(
@@ -39,7 +43,7 @@ def run(
     name = f"rollout-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
     shared = {"n": list(n), "lengths": list(lengths), "repeats": repeats[0]}
-    parts = [Part("benchmarks.rollout", {"size": one, "system": by} | shared, 900.0) for one in size for by in system]
+    parts = [Part("benchmarks.rollout", {"size": one, "system": by} | shared, 560.0) for one in size for by in system]
     for row, _ in _gpu.measure(parts):
         rates = row.pop("rates", None)
         if rates:
@@ -171,6 +175,7 @@ def _line(row: Row) -> str:
 
     cells = [row["size"], row["n"], row["out"], row["lengths"], number("native_tok_s"), number("vllm_tok_s")]
     cells += [number("ratio", 2), number("ms", 2), number("floor_ms", 2)]
+    cells.append(" / ".join(number(key) for key in ("native_mean_length", "vllm_mean_length") if key in row))
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -181,8 +186,8 @@ def _table(result: dict[str, Any]) -> str:
         "there. A step's floor is its bytes (weights once, every sequence's keys and values) over the rate of a copy, "
         "or its FLOPs over the rate of a large product, whichever is longer.",
         "",
-        "| size | sequences | tokens out | lengths | native tok/s | vLLM tok/s | ratio | ms a step | floor, ms |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(HEADS)} |",
+        f"|{'---|' * len(HEADS)}",
         *(_line(row) for row in sorted(result["rows"], key=_order)),
     ]
     if rates := result.get("rates"):

@@ -78,6 +78,15 @@ def test_a_part_that_fails_or_hangs_is_named_at_the_end_and_the_others_are_run(m
     assert "ValueError: no luck" in said
 
 
+def test_what_the_driver_says_of_a_gpu(tmp_path, monkeypatch):
+    says = 'case "$1" in *memory*) printf "1024\\n512\\n";; *name*) printf "NVIDIA H200\\nNVIDIA H200\\n";; esac'
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{says}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert _gpu.machine() == "h200"
+    assert _gpu._held(os.getpid()) == 1.5
+
+
 def test_a_row_is_added_to_the_one_with_its_keys():
     rows = [{"size": "7B", "n": 64, "native_tok_s": 1.0}]
     assert _gpu.merge(rows, {"size": "7B", "n": 64, "vllm_tok_s": 2.0}, ("size", "n")) == {
