@@ -5,7 +5,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rolecall.telemetry.versions import collect
+from rolecall.telemetry.versions import collect, installed
+
+COMPARED = ("vllm", "trl")
 
 
 def write(name: str, result: dict[str, Any], table: str, out: Path, command: str | None = None) -> None:
@@ -16,7 +18,7 @@ def write(name: str, result: dict[str, Any], table: str, out: Path, command: str
         command: what was run, if not ``rolecall bench NAME``.
     """
     origin: dict[str, Any] = {
-        "machine": collect(),
+        "machine": collect() | {name: found for name in COMPARED if (found := installed(name))},
         "command": command or f"rolecall bench {name}",
         "date": date.today().isoformat(),
     }

@@ -1,157 +1,203 @@
-"""The native engine against transformers' generate: same model, prompts and sampling, one run, interleaved repeats."""
+"""The native engine against vLLM on a GPU: random-weights Qwen2, groups of 8, lengths fixed and with a long tail."""
 
-import re
+import gc
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from benchmarks import write
-from rolecall import models
+from benchmarks import _gpu, _models, write
+from benchmarks._gpu import PROMPT, Part, Row
+from benchmarks._models import SIZES, Size
+from rolecall import engines, models
 from rolecall.config import Config
-from rolecall.data import load_prompts
-from rolecall.engines.native.engine import NativeEngine
-from rolecall.models import Loaded
-from rolecall.samples import Prompt, Request, Sampling
+from rolecall.samples import Request, Sampling
 
-PROMPTS, GROUP, TOKENS, REPEATS = 8, 8, 32, 5
-SYSTEMS = ("native", "generate")
-# With end-of-sequence as the task has it, and with every response forced to its full length.
-MODES = ("task", "forced")
+GROUP = 8
+ENDS = [_models.END, _models.OFTEN]
+KEYS = ("size", "n", "out", "lengths")
+HEADS = (
+    "size", "sequences", "tokens out", "lengths", "native tok/s", "vLLM tok/s", "ratio", "ms a step", "floor, ms",
+    "mean lengths",
+)  # fmt: skip
 
 
-def run(out: Path, model_path: str = "smollm2-135m-instruct") -> dict[str, Any]:
-    """Measure and write ``rollout-cpu.json`` and ``rollout-cpu.md`` (``rollout-cuda`` on a GPU) under ``out``.
+def run(
+    out: Path,
+    size: Sequence[str] = ("0.5B", "1.5B", "3B", "7B"),
+    n: Sequence[int] = (64, 512, 1024),
+    lengths: Sequence[str] = ("fixed", "geometric"),
+    system: Sequence[str] = ("native", "vllm"),
+    repeats: Sequence[int] = (2,),
+) -> dict[str, Any]:
+    """Add to ``rollout-h200.json`` and ``rollout-h200.md`` under ``out``.
 
-    Tokens are those of responses up to their end; ``ratio_vs_generate`` is of medians, by mode.
+    Args:
+        n: sequences, all of them decoded at once.
+        lengths: "fixed", all of the longest; "geometric" of a mean of a quarter of that, cut at the longest.
+        repeats: after one to warm up; the median counts.
     """
-    loaded, prompts = _load(model_path)
-    rows: list[dict[str, Any]] = []
-    for mode in MODES:
-        generators = {system: _generator(system, mode, loaded, prompts) for system in SYSTEMS}
-        for generate in generators.values():
-            generate(0)  # first calls allocate
-        for repeat in range(REPEATS):
-            for system, generate in generators.items():
-                wall, cpu = time.perf_counter(), time.process_time()
-                tokens = generate(repeat)
-                seconds = time.perf_counter() - wall, time.process_time() - cpu
-                rows.append({"mode": mode, "system": system, "tokens": tokens, "s": seconds[0], "cpu_s": seconds[1]})
-
-    def median(mode: str, system: str, clock: str = "s") -> float:
-        of = [row for row in rows if row["mode"] == mode and row["system"] == system]
-        return statistics.median(row["tokens"] / row[clock] for row in of)
-
-    result: dict[str, Any] = {
-        "ratio_vs_generate": {mode: median(mode, "native") / median(mode, "generate") for mode in MODES},
-        "ratio_cpu_seconds": {
-            mode: median(mode, "native", "cpu_s") / median(mode, "generate", "cpu_s") for mode in MODES
-        },
-        "tokens_per_s": {mode: {system: median(mode, system) for system in SYSTEMS} for mode in MODES},
-        "peak_mb": {system: _peak_elsewhere(model_path, system) for system in SYSTEMS},
-        "model": model_path,
-        "shape": {"prompts": PROMPTS, "group": GROUP, "tokens": TOKENS, "repeats": REPEATS},
-        "threads": torch.get_num_threads(),
-        "rows": rows,
-    }
-    write(f"rollout-{loaded.model.device.type}", result, _table(result), out, "rolecall bench rollout")
+    name = f"rollout-{_gpu.machine()}"
+    result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
+    shared = {"n": list(n), "lengths": list(lengths), "repeats": repeats[0]}
+    parts = [Part("benchmarks.rollout", {"size": one, "system": by} | shared, 560.0) for one in size for by in system]
+    for row, _ in _gpu.measure(parts):
+        rates = row.pop("rates", None)
+        if rates:
+            result["rates"] = rates
+        row = _gpu.merge(result["rows"], row, KEYS)
+        if "native_tok_s" in row and "vllm_tok_s" in row:
+            row["ratio"] = row["native_tok_s"] / row["vllm_tok_s"]
+        print(_line(row), flush=True)
+        write(name, result, _table(result), out, "rolecall bench rollout")
     return result
 
 
-def _load(model_path: str) -> tuple[Loaded, list[Prompt]]:
-    config = Config(model={"path": model_path})
-    loaded = models.load(config.model, models.device())
-    prompts, _, _ = load_prompts(config, loaded.tokenizer)
-    return loaded, prompts[:PROMPTS]
+def measure(size: str, system: str, n: list[int], lengths: list[str], repeats: int) -> Iterator[Row]:
+    """A row for each combination of ``n`` and ``lengths``, by one system, whose prompts are never the same twice."""
+    path = str(_models.make(size))
+    rates = {"copy": _models.copy_rate(), "matmul": _models.matmul_rate()} if system == "native" else None
+    torch.cuda.empty_cache()
+    context = PROMPT + max(longest_response(size, count, kind) for count in n for kind in lengths)
+    measured = _native(path) if system == "native" else _vllm(path, context, max(n))
+    for count in n:
+        for kind in lengths:
+            longest = longest_response(size, count, kind)
+            generate = measured(count, longest, kind == "geometric")
+            generate(_gpu.token_prompts(count // GROUP, seed=-1))
+            timed = []
+            for repeat in range(repeats):
+                prompts = _gpu.token_prompts(count // GROUP, seed=repeat)
+                start = time.perf_counter()
+                found = generate(prompts)
+                timed.append((time.perf_counter() - start, found))
+            seconds = statistics.median(taken for taken, _ in timed)
+            speed = statistics.median(sum(found) / taken for taken, found in timed)
+            row: Row = {"size": size, "n": count, "out": longest, "lengths": kind, f"{system}_tok_s": speed}
+            mean = statistics.fmean(length for _, found in timed for length in found)
+            row |= {f"{system}_s": seconds, f"{system}_mean_length": mean}
+            if rates:
+                steps = statistics.median(max(found) for _, found in timed)
+                floor = floor_seconds(SIZES[size], timed[0][1], rates) / max(timed[0][1])
+                row |= {"ms": seconds / steps * 1e3, "floor_ms": floor * 1e3, "rates": rates}
+            yield row
+            del generate
+            gc.collect()
+            torch.cuda.empty_cache()  # the next engine sizes its cache by what is free
 
 
-def _generator(system: str, mode: str, loaded: Loaded, prompts: list[Prompt]) -> Callable[[int], int]:
-    """A function of a seed that generates once and returns the number of response tokens."""
-    if system == "native":
-        engine = NativeEngine(loaded, PROMPTS * GROUP)
-        sampling = Sampling(max_tokens=TOKENS, min_tokens=TOKENS if mode == "forced" else 0)
+def longest_response(size: str, n: int, lengths: str) -> int:
+    if lengths == "geometric":
+        return 4 * SIZES[size].often
+    return 16 if size == "tiny" else 256 if n <= 64 else 512
 
-        def native(seed: int) -> int:
-            requests = [Request(i, p.id, p.tokens, GROUP, seed, sampling) for i, p in enumerate(prompts)]
-            return sum(len(sample.response) for sample in engine.generate(requests))
 
-        return native
+def floor_seconds(shape: Size, lengths: list[int], rates: dict[str, float]) -> float:
+    """The least time to decode responses of these lengths together: by bytes read or by FLOPs, what takes longer.
 
-    model: Any = loaded.model
-    batch = loaded.tokenizer.pad(
-        {"input_ids": [prompt.tokens for prompt in prompts]}, padding_side="left", return_tensors="pt"
-    ).to(model.device)
-    ends = torch.tensor(NativeEngine(loaded, 1).endings.tokens, device=model.device)
+    Each step reads the weights once and every running sequence's keys and values, a shared prompt's for each.
 
-    def generate(seed: int) -> int:
-        torch.manual_seed(seed)
-        tokens = model.generate(
-            **batch,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            repetition_penalty=1.0,
-            max_new_tokens=TOKENS,
-            min_new_tokens=TOKENS if mode == "forced" else 0,
-            num_return_sequences=GROUP,
-            eos_token_id=ends.tolist(),
-            pad_token_id=loaded.tokenizer.pad_token_id,
+    Args:
+        rates: ``copy`` in bytes a second, ``matmul`` in FLOP a second.
+    """
+    weights = shape.body + shape.head
+    seen = sum(length * PROMPT + length * (length + 1) // 2 for length in lengths)  # pairs of token and token seen
+    nbytes = max(lengths) * 2 * weights + seen * shape.token_bytes
+    flops = sum(lengths) * 2 * weights + seen * shape.pair_flops
+    return max(nbytes / rates["copy"], flops / rates["matmul"])
+
+
+Generate = Callable[[list[list[int]]], list[int]]  # prompts -> the lengths of their groups' responses
+
+
+def _native(path: str) -> Callable[[int, int, bool], Generate]:
+    loaded: Any = models.load(Config(model={"path": path}).model, models.device())
+
+    def for_shape(n: int, longest: int, ends: bool) -> Generate:
+        loaded.model.generation_config.eos_token_id = ENDS
+        engine = engines.create("native", loaded, n)
+        sampling = Sampling(longest, min_tokens=0 if ends else longest)
+
+        def generate(prompts: list[list[int]]) -> list[int]:
+            requests = [Request(i, str(i), prompt, GROUP, 0, sampling) for i, prompt in enumerate(prompts)]
+            return [len(sample.response) for sample in engine.generate(requests)]
+
+        return generate
+
+    return for_shape
+
+
+def _vllm(path: str, context: int, most: int) -> Callable[[int, int, bool], Generate]:
+    """vLLM's own ``LLM`` at its best: CUDA graphs for all batch sizes, no seeds (it draws each seeded row alone)."""
+    on_cpu = models.device().type == "cpu"
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        path,
+        dtype="float32" if on_cpu else "bfloat16",
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        max_model_len=context,
+        max_num_seqs=most,
+        max_cudagraph_capture_size=None if on_cpu else most,
+        gpu_memory_utilization=0.85,
+        enforce_eager=on_cpu,
+        enable_chunked_prefill=not on_cpu,  # see rolecall.engines.vllm
+    )
+
+    def for_shape(n: int, longest: int, ends: bool) -> Generate:
+        params = SamplingParams(
+            n=GROUP,
+            max_tokens=longest,
+            stop_token_ids=ENDS if ends else None,
+            ignore_eos=not ends,
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,  # in the form that is cheapest to make
+            detokenize=False,
         )
-        responses = tokens[:, batch["input_ids"].shape[1] :]
-        ended = torch.isin(responses, ends).long().cumsum(-1)
-        return int((ended.cumsum(-1) <= 1).sum())  # up to the first end, which counts
 
-    return generate
+        def generate(prompts: list[list[int]]) -> list[int]:
+            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+            return [len(one.token_ids) for output in outputs for one in output.outputs]
 
+        return generate
 
-def _peak_elsewhere(model_path: str, system: str) -> float:
-    """MB by which one system's peak memory grows over the loaded model, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.rollout", model_path, system]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(done.stdout.splitlines()[-1])
+    return for_shape
 
 
-def _peak(model_path: str, system: str) -> float:
-    loaded, prompts = _load(model_path)
-    generate = _generator(system, "forced", loaded, prompts)
-    if loaded.model.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        generate(0)
-        return (torch.cuda.max_memory_allocated() - before) / 1e6
-    Path("/proc/self/clear_refs").write_text("5")  # Linux forgets the peak of loading
-    before = psutil.Process().memory_info().rss
-    generate(0)
-    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert peak is not None
-    return (int(peak[1]) * 1024 - before) / 1e6
+def _line(row: Row) -> str:
+    def number(key: str, digits: int = 0) -> str:
+        return f"{row[key]:.{digits}f}" if key in row else ""
+
+    cells = [row["size"], row["n"], row["out"], row["lengths"], number("native_tok_s"), number("vllm_tok_s")]
+    cells += [number("ratio", 2), number("ms", 2), number("floor_ms", 2)]
+    cells.append(" / ".join(number(key) for key in ("native_mean_length", "vllm_mean_length") if key in row))
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _table(result: dict[str, Any]) -> str:
     lines = [
-        f"{PROMPTS} prompts x {GROUP} samples x up to {TOKENS} tokens, temperature 1, {result['model']}, "
-        f"{result['threads']} threads, median of {REPEATS} interleaved repeats. Tokens after a response's end do not "
-        "count. Peak memory is over the loaded model, with full-length responses.",
+        f"Prompts of {PROMPT} tokens, {GROUP} responses each, temperature 1, sampled log-probabilities, bf16, random "
+        "weights of Qwen2's sizes. Prefill is counted. `geometric`: lengths of a mean of a quarter of the longest, cut "
+        "there. A step's floor is its bytes (weights once, every sequence's keys and values) over the rate of a copy, "
+        "or its FLOPs over the rate of a large product, whichever is longer.",
         "",
-        "| responses | native tok/s | generate tok/s | ratio | ratio of CPU-seconds |",
-        "|---|---|---|---|---|",
+        f"| {' | '.join(HEADS)} |",
+        f"|{'---|' * len(HEADS)}",
+        *(_line(row) for row in sorted(result["rows"], key=_order)),
     ]
-    for mode, label in (("task", "end where the model ends them"), ("forced", f"forced to {TOKENS} tokens")):
-        speed = result["tokens_per_s"][mode]
-        lines.append(
-            f"| {label} | {speed['native']:.0f} | {speed['generate']:.0f} | {result['ratio_vs_generate'][mode]:.2f} "
-            f"| {result['ratio_cpu_seconds'][mode]:.2f} |"
-        )
-    peak = result["peak_mb"]
-    return "\n".join([*lines, "", f"Peak memory: native {peak['native']:.0f} MB, generate {peak['generate']:.0f} MB."])
+    if rates := result.get("rates"):
+        lines += ["", f"Copy {rates['copy'] / 1e12:.2f} TB/s, product {rates['matmul'] / 1e12:.0f} TFLOP/s."]
+    return "\n".join(lines)
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    return list(SIZES).index(row["size"]), row["n"], row["lengths"]
 
 
 if __name__ == "__main__":
-    print(_peak(sys.argv[1], sys.argv[2]))
+    _gpu.print_rows(measure)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -74,7 +74,7 @@ def broadcast_seconds(role: Any, address: str, port: int, rank: int, nbytes: int
     return _median(lambda: group.wait(group.broadcast(data), "the broadcast"), device)
 
 
-def run(out: Path, sizes: tuple[str, ...] = ()) -> dict[str, Any]:
+def run(out: Path, size: Sequence[str] = ()) -> dict[str, Any]:
     """Write ``sync-cpu`` (``sync-cuda`` on a GPU), JSON and table, under ``out``.
 
     On a GPU: both processes on one, and where there is a second one, each on its own; vLLM and SGLang where installed,
@@ -85,17 +85,17 @@ def run(out: Path, sizes: tuple[str, ...] = ()) -> dict[str, Any]:
     result: dict[str, Any] = {"rows": [], "plain": [], "sleep": [], "mismatch": [], "trl": {}, "repeats": REPEATS}
     ray.init("local", include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
-        for size in sizes or (["135M"] if device.type == "cpu" else ["0.5B", "7B"]):
-            path = "smollm2-135m-instruct" if size == "135M" else str(_models.make(size, Path(folder) / size))
+        for name in size or (["135M"] if device.type == "cpu" else ["0.5B", "7B"]):
+            path = "smollm2-135m-instruct" if name == "135M" else str(_models.make(name, Path(folder) / name))
             for engine in ["native", *engines] if device.type == "cpu" else engines:
                 settings = {"engine": engine, "max_tokens": 64, "sleep": int(engine != "native")}
                 config = Config(model={"path": path}, rollout=settings)
                 for gpus in range(1, min(2, torch.cuda.device_count()) + 1) or [0]:
                     with _two_processes(config, gpus) as (actor, rollout):
-                        _measure(result, size, engine, actor, rollout)
+                        _measure(result, name, engine, actor, rollout)
                     _write(result, out)  # what there is so far
-            if size == "0.5B" and "vllm" in engines and importlib.util.find_spec("trl"):
-                result["trl"] |= _trl(size, path)
+            if name == "0.5B" and "vllm" in engines and importlib.util.find_spec("trl"):
+                result["trl"] |= _trl(name, path)
     ray.shutdown()
     _write(result, out)
     return result

@@ -1,10 +1,12 @@
 """The command line. Exit codes: 0 done, 1 the run failed (resumable), 2 something for the user to mend."""
 
+import inspect
 import sys
+from collections.abc import Callable
 from importlib import resources
-from itertools import chain, count
+from itertools import chain, count, zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -73,19 +75,24 @@ def report(run: Annotated[Path, typer.Argument(help="Folder of a run, such as ru
     print(write(run))
 
 
-@app.command()
+@app.command(context_settings=OVERRIDES)
 def bench(
-    name: Annotated[str, typer.Argument(help="demo, learning, objectives, ppo or rollout")],
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="demo, learning, objectives, ppo, rollout, step, ...")],
     out: Annotated[Path, typer.Option(help="Folder for NAME.md and results/NAME.json")] = Path("benchmarks"),
 ) -> None:
-    """Run one benchmark side by side with what it is compared to, and write its table. (In a clone of the project.)"""
+    """Run one benchmark side by side with what it is compared to, and write its table. (In a clone of the project.)
+
+    Some take lists of what to measure, such as [bold]--size 0.5B,7B --n 64[/bold], and add to the table that is there.
+    """
     from rolecall.data.functions import load_function
 
-    known = [file.stem for file in Path("benchmarks").glob("[!_]*.py")]
+    known = [file.stem.replace("_", "-") for file in Path("benchmarks").glob("[!_]*.py")]
     if not known:
         raise UserError("Benchmarks run in a clone of the project: there is no benchmarks/ with any in this folder.")
     check_known("benchmark", name, known)
-    load_function(f"benchmarks.{name}:run", "NAME")(out)
+    run = load_function(f"benchmarks.{name.replace('-', '_')}:run", "NAME")
+    run(out, **_lists(context.args, run))
     Console().print(f"Written: the table in {out}, its figures in {out / 'results'}.", highlight=False, soft_wrap=True)
 
 
@@ -108,6 +115,21 @@ def main() -> None:
         if end.code == 130:  # what typer makes of Ctrl-C
             _complain("Stopped. A run continues from its newest checkpoint with --resume.")
         raise
+
+
+def _lists(arguments: list[str], run: Callable[..., Any]) -> dict[str, list[Any]]:
+    """``["--n", "64,512"]`` -> ``{"n": [64, 512]}``, of the type of ``run``'s default for it."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(run).parameters.items()}
+    given: dict[str, list[Any]] = {}
+    for option, text in zip_longest(arguments[::2], arguments[1::2]):
+        name = option.removeprefix("--").replace("-", "_")
+        check_known("option", name, [name for name, default in defaults.items() if isinstance(default, tuple)])
+        kind = type(next(iter(defaults[name]), ""))
+        try:
+            given[name] = [kind(item) for item in (text or "").split(",")]
+        except ValueError:
+            raise UserError(f"{option} {text}: write it as {','.join(map(str, defaults[name]))}.") from None
+    return given
 
 
 def _complain(message: str) -> None:

@@ -1,0 +1,181 @@
+"""What the benchmarks on a GPU share: measurements in processes of their own, peak memory, merged rows, a task."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rolecall.errors import RunError
+from rolecall.telemetry.versions import collect
+
+Row = dict[str, Any]
+
+MARK = "ROW "  # in front of each row that a part prints: libraries print, too
+PROMPT = 128  # tokens of every prompt
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process that has looked at the GPU cannot use it
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would compile for minutes at its first use
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One measurement in a process of its own, whose end frees all memory: ``measure(**arguments)`` of ``module``.
+
+    Attributes:
+        timeout: seconds until it is killed with all its processes.
+    """
+
+    module: str
+    arguments: dict[str, Any]
+    timeout: float = 600.0
+
+
+def measure(parts: Sequence[Part]) -> Iterator[tuple[Row, float]]:
+    """Run the parts one after the other and yield each row as it comes, with the device's peak memory till then (GiB).
+
+    A part that fails or hangs is told at once, and the next one is run.
+
+    Raises:
+        RunError: after the last part, if one failed.
+    """
+    failed = []
+    for part in parts:
+        print(f"{part.module} {json.dumps(part.arguments)}", flush=True)
+        try:
+            yield from _run(part)
+        except RunError as error:
+            print(error, flush=True)
+            failed.append(str(error).splitlines()[0])
+    if failed:
+        raise RunError("\n".join([f"{len(failed)} of {len(parts)} measurements failed:", *failed]))
+
+
+def print_rows(measure: Callable[..., Iterable[Row]]) -> None:
+    """The main function of a part's module: ``measure`` with the arguments that stand on the command line."""
+    for row in measure(**json.loads(sys.argv[1])):
+        print(f"\n{MARK}{json.dumps(row)}", flush=True)
+
+
+def _run(part: Part) -> Iterator[tuple[Row, float]]:
+    command = [sys.executable, "-m", part.module, json.dumps(part.arguments)]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=ENVIRONMENT | os.environ,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    began, said = time.monotonic(), deque[str](maxlen=40)
+    alarm = threading.Timer(part.timeout, _kill, [process.pid])
+    alarm.start()
+    try:
+        with _watching(process.pid) as peak:
+            for line in process.stdout:
+                if line.startswith(MARK):
+                    yield json.loads(line.removeprefix(MARK)), peak()
+                else:
+                    said.append(line)
+            code = process.wait()
+    finally:
+        alarm.cancel()
+        _kill(process.pid)
+        process.wait()
+    if code:
+        hung = time.monotonic() - began >= part.timeout
+        how = f"took longer than its {part.timeout:g} s and was killed" if hung else f"failed (exit code {code})"
+        raise RunError(f"{part.module} {part.arguments} {how}. It said last:\n{''.join(said)}")
+
+
+def _kill(session: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # all have ended
+        os.killpg(session, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _watching(pid: int) -> Iterator[Callable[[], float]]:
+    """Poll the memory held on the GPU (without one: by the process and its children); the most so far, in GiB."""
+    done, most = threading.Event(), [0.0]
+
+    def watch() -> None:
+        while not done.wait(0.1):
+            most[0] = max(most[0], _held(pid))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    yield lambda: most[0]
+    done.set()
+    thread.join()
+
+
+def _held(pid: int) -> float:
+    if shutil.which("nvidia-smi"):  # not torch, whose CUDA context would be part of what is measured
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+        return sum(float(mib) for mib in found) / 2**10
+    held = 0
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+        process = psutil.Process(pid)
+        for one in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                held += one.memory_info().rss
+    return held / 2**30
+
+
+def machine() -> str:
+    """Of a results file's name: "h200". Without a GPU "dry-run", as its figures only show that all runs."""
+    gpu = collect()["gpu"].split(", ")[0]
+    return "dry-run" if gpu == "none" else gpu.split()[-1].lower()
+
+
+def earlier(name: str, out: Path) -> dict[str, Any]:
+    """What ``out/results/NAME.json`` holds, so that a table can be made in several runs."""
+    file = out / "results" / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def merge(rows: list[Row], row: Row, keys: Sequence[str]) -> Row:
+    """Put a row's fields into the one of ``rows`` with the same ``keys``, or add it; what then stands there."""
+    for known in rows:
+        if all(known[key] == row[key] for key in keys):
+            known.update(row)
+            return known
+    rows.append(row)
+    return row
+
+
+def prompts() -> Iterator[dict[str, Any]]:
+    """Rows whose prompts have ``PROMPT`` tokens with the chat template of ``_models``, all different."""
+    digits = random.Random(0)
+    for _ in range(1024):
+        yield {"prompt": "".join(digits.choices("0123456789", k=PROMPT - 2))}
+
+
+def token_prompts(count: int, seed: int) -> list[list[int]]:
+    """Prompts of ``PROMPT`` random tokens, others for every seed."""
+    draw = random.Random(seed)
+    return [draw.choices(range(10, 200), k=PROMPT) for _ in range(count)]
+
+
+def coin(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
+    """A random reward: no group is flat, so every sample is trained on, and there is nothing to learn."""
+    return [random.random() for _ in responses]

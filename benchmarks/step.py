@@ -1,0 +1,175 @@
+"""A whole GRPO step on one GPU, against TRL's: 32 prompts x 8 samples, 128 tokens in and 256 out, bf16."""
+
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import _gpu, _models, write
+from benchmarks._gpu import PROMPT, Part, Row
+from rolecall import cluster, models
+from rolecall.config import Config
+from rolecall.data import Sampler, load_prompts
+from rolecall.loop.stages import Context, synchronise
+from rolecall.loop.synchronous import take_step
+from rolecall.telemetry.logs import STAGES
+
+PROMPTS, GROUP, TOKENS = 32, 8, 256
+TINY = 4, 16  # prompts and tokens of the model "tiny", with which a CPU tries all of this
+WARMUP = 2  # steps that do not count
+KEYS = ("size", "system")
+TRL_MICRO = {"0.5B": 32, "1.5B": 16, "3B": 8, "tiny": 8}  # samples in one pass: the most that fit beside vLLM
+# A random-weights model of so large a vocabulary hardly ever ends by itself, so every response has its full length.
+TRL: dict[str, dict[str, Any]] = {
+    "trl": {"vllm": True},
+    "trl-sleep": {"vllm": True, "vllm_enable_sleep_mode": True},
+    "trl-generate": {"vllm": False},
+}
+
+
+def run(
+    out: Path,
+    size: Sequence[str] = ("0.5B", "1.5B", "3B"),
+    system: Sequence[str] = ("rolecall", "trl", "trl-sleep"),
+    steps: Sequence[int] = (5,),
+    micro_tokens: Sequence[int] = (8192,),
+) -> dict[str, Any]:
+    """Add to ``step-h200.json`` and ``step-h200.md`` under ``out``.
+
+    Args:
+        system: "rolecall" (the native engine on the Actor's weights, one process), "trl" (vLLM in its process),
+            "trl-sleep" (which gives its memory up while it trains), "trl-generate" (transformers' generate).
+        steps: the first two do not count.
+        micro_tokens: Rolecall's ``actor.micro_tokens``.
+    """
+    name = f"step-{_gpu.machine()}"
+    result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
+    parts = [part(one, by, steps[0], micro_tokens[0]) for one in size for by in system]
+    for row, peak in _gpu.measure(parts):
+        row = _gpu.merge(result["rows"], row | {"peak_gib": peak}, KEYS)
+        result["ratio_vs_trl"] = _ratios(result["rows"])
+        print(_line(row), flush=True)
+        write(name, result, _table(result), out, "rolecall bench step")
+    return result
+
+
+def part(size: str, system: str, steps: int, micro_tokens: int) -> Part:
+    """One row's measurement. ``system``: one of ``TRL``, "rolecall", or the engine that Rolecall is to use."""
+    arguments = {"size": size, "system": system, "steps": steps, "micro_tokens": micro_tokens}
+    return Part("benchmarks.step", arguments, timeout=480.0)
+
+
+def measure(size: str, system: str, steps: int, micro_tokens: int) -> Iterator[Row]:
+    """The row of one system and size."""
+    path = str(_models.make(size))
+    prompts, tokens = TINY if size == "tiny" else (PROMPTS, TOKENS)
+    shape = {"prompts": prompts, "group_size": GROUP, "max_tokens": tokens}
+    if system in TRL:
+        lines = _trl_steps(path, steps, shape | {"micro": TRL_MICRO[size]} | TRL[system])
+    else:
+        lines = _steps(path, steps, micro_tokens, shape | {"engine": "native" if system == "rolecall" else system})
+    counted = lines[WARMUP:]
+    row: Row = {"size": size, "system": system, "s_per_step": statistics.median(line["time/step"] for line in counted)}
+    if system not in TRL:
+        row["stages"] = {stage: statistics.median(line[f"time/{stage}"] for line in counted) for stage in STAGES}
+    row["mismatch"] = lines[-1].get("mismatch/mean")
+    row["mean_length"] = statistics.fmean(line["response_length/mean"] for line in counted)
+    row["steps"] = [line["time/step"] for line in lines]
+    yield row
+
+
+def _steps(path: str, steps: int, micro_tokens: int, rollout: dict[str, Any]) -> list[dict[str, Any]]:
+    """Metrics of each of Rolecall's steps."""
+    separate = rollout["engine"] == "vllm"
+    config = Config(
+        model={"path": path},
+        data={"path": "benchmarks._gpu:prompts", "answer": "", "holdout": 0},
+        reward={"function": "benchmarks._gpu:coin"},
+        rollout=rollout | {"max_sequences": rollout["prompts"] * GROUP, "sleep": 2 if separate else 0},
+        actor={"micro_tokens": micro_tokens},
+        cluster={"timeout": 400.0},
+        run={"steps": steps},
+    )
+    prompts, _, _ = load_prompts(config, models.load_tokenizer(config.model))
+    with cluster.spawn(config) as roles:
+        # Random weights of 3B and more differ between any two kernels by what stops a real run's first step.
+        context, sampler = Context(config, roles, checked=True), Sampler(prompts, config.run.seed)
+        synchronise(context, 0)
+        return [take_step(context, sampler, step + 1)[2] for step in range(steps)]
+
+
+def _trl_steps(path: str, steps: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same metrics of each of TRL's steps, where it has them."""
+    from benchmarks import _trl  # which imports TRL
+
+    def coin(prompts: list[Any], completions: list[Any], **_: Any) -> list[float | None]:
+        return [*_gpu.coin(prompts, completions, [])]
+
+    clock = _trl.StepClock()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _trl.trainer(
+            path,
+            coin,
+            list(_gpu.prompts()),
+            clock,
+            folder,
+            max_prompt=PROMPT,
+            max_steps=steps,
+            learning_rate=1e-6,
+            **settings,
+        )
+        trainer.train()
+    logged = [line for line in trainer.state.log_history if "completions/mean_length" in line]
+    return [
+        {
+            "time/step": seconds,
+            "response_length/mean": line["completions/mean_length"],
+            "mismatch/mean": line.get("sampling/sampling_logp_difference/mean"),
+        }
+        for seconds, line in zip(clock.seconds, logged, strict=True)
+    ]
+
+
+def _ratios(rows: list[Row]) -> dict[str, float]:
+    """By size: how many times as long the faster of TRL's ways with vLLM takes."""
+    ratios = {}
+    for own in [row for row in rows if row["system"] == "rolecall"]:
+        theirs = [row for row in rows if row["size"] == own["size"] and row["system"] in ("trl", "trl-sleep")]
+        if theirs:
+            ratios[own["size"]] = min(row["s_per_step"] for row in theirs) / own["s_per_step"]
+    return ratios
+
+
+def stage_seconds(row: Row) -> str:
+    return ", ".join(f"{stage} {row['stages'][stage]:.2f}" for stage in STAGES if row["stages"][stage] >= 0.005)
+
+
+def _line(row: Row) -> str:
+    mismatch = f"{row['mismatch']:.4f}" if row["mismatch"] is not None else ""
+    cells = [row["size"], row["system"], f"{row['s_per_step']:.2f}", f"{row['peak_gib']:.1f}"]
+    cells += [f"{row['mean_length']:.0f}", mismatch, stage_seconds(row) if "stages" in row else ""]
+    return f"| {' | '.join(cells)} |"
+
+
+def _table(result: dict[str, Any]) -> str:
+    order = list(_models.SIZES)
+    rows = sorted(result["rows"], key=lambda row: (order.index(row["size"]), row["system"]))
+    ratios = ", ".join(f"{ratio:.1f} times at {size}" for size, ratio in result["ratio_vs_trl"].items())
+    lines = [
+        f"{PROMPTS} prompts x {GROUP} samples, {PROMPT} + {TOKENS} tokens, random weights of Qwen2's sizes, bf16 over "
+        f"FP32 masters, random rewards; median of the steps after the first {WARMUP}. Peak memory is all that is held "
+        "on the GPU, by any process. `trl`: vLLM colocated; `trl-sleep`: in its sleep mode; `trl-generate`: "
+        "transformers' generate.",
+        "",
+        "| size | system | s a step | peak GiB | mean length | mean log-probability difference | stages, s |",
+        "|---|---|---|---|---|---|---|",
+        *map(_line, rows),
+    ]
+    return "\n".join(
+        [*lines, "", f"Faster than TRL (the faster of its two ways with vLLM): {ratios}."] if ratios else lines
+    )
+
+
+if __name__ == "__main__":
+    _gpu.print_rows(measure)

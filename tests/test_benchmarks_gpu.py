@@ -1,0 +1,263 @@
+"""The benchmarks for a GPU, tried on a CPU with a tiny model; how they run their parts; the figures they compare to."""
+
+import json
+import os
+import statistics
+import textwrap
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks import _gpu, _models, decoupling, learning_vs_trl, memory, rollout, step, training
+from benchmarks._gpu import Part
+from benchmarks._models import SIZES, Size
+from rolecall import engines, models
+from rolecall.cli import _lists
+from rolecall.config import Config
+from rolecall.data import load_prompts
+from rolecall.errors import RunError, UserError
+from rolecall.samples import Request, Sampling
+from vllm_here import needs_vllm
+
+# 1 layer of width 4 with 2 heads of size 2, one of them for keys and values; an MLP of width 8; 10 words.
+SMALL = Size(4, 8, 1, 2, 1, True, 10)
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """The name of a part's module of these lines, which ``measure`` runs."""
+
+    def write(body: str) -> str:
+        main = 'if __name__ == "__main__":\n    _gpu.print_rows(measure)\n'
+        code = f"import os, sys, time\nfrom benchmarks import _gpu\n\n{textwrap.dedent(body)}\n{main}"
+        (tmp_path / "measured.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+        return "measured"
+
+    return write
+
+
+def test_rows_of_a_part_come_with_what_a_library_prints_left_out(module):
+    name = module(
+        """
+        def measure(n):
+            print("a library says ROW", flush=True)
+            held = bytearray(100 * 2**20)
+            time.sleep(1)
+            for i in range(n):
+                yield {"i": i, "n": n}
+        """
+    )
+    found = list(_gpu.measure([Part(name, {"n": 2}), Part(name, {"n": 1})]))
+    assert [row for row, _ in found] == [{"i": 0, "n": 2}, {"i": 1, "n": 2}, {"i": 0, "n": 1}]
+    assert all(peak > 0.1 for _, peak in found)  # GiB
+
+
+def test_a_part_that_fails_or_hangs_is_named_at_the_end_and_the_others_are_run(module, capsys):
+    name = module(
+        """
+        def measure(how):
+            yield {"how": how}
+            print("the last thing it said", flush=True)
+            if how == "fails":
+                raise ValueError("no luck")
+            if how == "hangs":
+                if os.fork() == 0:
+                    time.sleep(600)  # a child holds the output open
+                time.sleep(600)
+        """
+    )
+    rows = []
+    with pytest.raises(RunError, match=r"2 of 3 measurements failed:(.|\n)*fails.*exit code 1(.|\n)*hangs.*killed"):
+        for row, _ in _gpu.measure([Part(name, {"how": how}, timeout=8) for how in ("fails", "hangs", "works")]):
+            rows.append(row["how"])
+    assert rows == ["fails", "hangs", "works"]
+    said = capsys.readouterr().out
+    assert said.count("the last thing it said") == 2
+    assert "ValueError: no luck" in said
+
+
+def test_what_the_driver_says_of_a_gpu(tmp_path, monkeypatch):
+    says = 'case "$1" in *memory*) printf "1024\\n512\\n";; *name*) printf "NVIDIA H200\\nNVIDIA H200\\n";; esac'
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{says}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert _gpu.machine() == "h200"
+    assert _gpu._held(os.getpid()) == 1.5
+
+
+def test_a_row_is_added_to_the_one_with_its_keys():
+    rows = [{"size": "7B", "n": 64, "native_tok_s": 1.0}]
+    assert _gpu.merge(rows, {"size": "7B", "n": 64, "vllm_tok_s": 2.0}, ("size", "n")) == {
+        "size": "7B", "n": 64, "native_tok_s": 1.0, "vllm_tok_s": 2.0
+    }  # fmt: skip
+    _gpu.merge(rows, {"size": "7B", "n": 512}, ("size", "n"))
+    assert [row["n"] for row in rows] == [64, 512]
+
+
+def test_options_of_a_benchmark_have_the_type_of_their_default():
+    assert _lists(["--size", "0.5B,7B", "--n", "64"], rollout.run) == {"size": ["0.5B", "7B"], "n": [64]}
+    assert _lists(["--micro-tokens", "8192,16384"], training.run) == {"micro_tokens": [8192, 16384]}
+    for wrong, says in (
+        (["--sise", "7B"], "Did you mean 'size'"),
+        (["--n", "many"], "--n many: write it as 64,512,1024"),
+        (["--n"], "--n"),
+        (["--out", "x"], "Unknown option 'out'"),
+    ):
+        with pytest.raises(UserError, match=says):
+            _lists(wrong, rollout.run)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_size_counts_what_the_model_has(size):
+    shape = SIZES[size]
+    with torch.device("meta"):
+        config = Qwen2Config(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            tie_word_embeddings=False,
+        )
+        matrices = {name: p.numel() for name, p in Qwen2ForCausalLM(config).named_parameters() if p.ndim == 2}
+    head = matrices.pop("lm_head.weight")
+    assert matrices.pop("model.embed_tokens.weight") == head == shape.head
+    assert sum(matrices.values()) == shape.body
+
+
+def test_the_floor_of_a_decode_by_hand():
+    # Body: q and o 4 x 4, k and v 4 x 2, three of 4 x 8: 144; head 40. Keys and values: 2 x 2 numbers of 2 bytes, 8.
+    assert (SMALL.body, SMALL.head, SMALL.token_bytes, SMALL.pair_flops) == (144, 40, 8, 16)
+    # Responses of 1 and 2 tokens see 129, and 129 + 130, tokens: 388. Two steps read 2 x 184 bytes of weights each.
+    nbytes, flops = 2 * 368 + 388 * 8, 3 * 368 + 388 * 16
+    assert rollout.floor_seconds(SMALL, [1, 2], {"copy": 1.0, "matmul": 1e9}) == nbytes
+    assert rollout.floor_seconds(SMALL, [1, 2], {"copy": 1e9, "matmul": 1.0}) == flops
+
+
+def test_the_flops_of_an_update_by_hand():
+    # A prompt of 128 and two responses of 3, whose last tokens are not computed: 132 tokens, 6 of them predicted.
+    # They see: 128 x 129 / 2 in the prompt; 1 + 2 in each response, whose two tokens see the prompt's 128, too.
+    pairs = 8256 + 2 * (3 + 2 * 128)
+    assert training.update_flops(SMALL, 3, 2) == 3 * (2 * 144 * 132 + 2 * 40 * 6 + 16 * pairs)
+
+
+def test_a_random_model_ends_as_often_as_was_asked(tmp_path):
+    """A quarter of the tokens end a response, so lengths are geometric: a mean of 4, and 1 in 1 of 4."""
+    loaded = models.load(Config(model={"path": str(_models.make("tiny", tmp_path / "tiny"))}).model, "cpu")
+    loaded.model.generation_config.eos_token_id = rollout.ENDS
+    requests = [Request(i, str(i), text, 8, 0, Sampling(64)) for i, text in enumerate(_gpu.token_prompts(128, 0))]
+    lengths = [len(sample.response) for sample in engines.create("native", loaded, 256).generate(requests)]
+    assert statistics.fmean(lengths) == pytest.approx(4, rel=0.15)  # of 1,024: their mean's deviation is 3 %
+    assert lengths.count(1) / len(lengths) == pytest.approx(0.25, abs=0.06)
+
+
+def test_prompts_have_the_length_that_is_stated():
+    model = {"path": str(_models.make("tiny"))}
+    config = Config(model=model, data={"path": "benchmarks._gpu:prompts", "answer": "", "holdout": 0})
+    prompts, _, _ = load_prompts(config, models.load_tokenizer(config.model))
+    assert {len(prompt.tokens) for prompt in prompts} == {_gpu.PROMPT}
+    assert len({prompt.text for prompt in prompts}) == 1024
+
+
+def test_the_ratio_is_to_the_faster_of_trls_ways():
+    seconds = {("0.5B", "rolecall"): 1.5, ("0.5B", "trl"): 6.0, ("0.5B", "trl-sleep"): 7.0, ("3B", "rolecall"): 2.0}
+    rows = [{"size": size, "system": system, "s_per_step": s} for (size, system), s in seconds.items()]
+    assert step._ratios(rows) == {"0.5B": 4.0}
+
+
+def table(out, name):
+    """The lines of a table of results, and the figures that it was made of."""
+    figures = json.loads((out / "results" / f"{name}-dry-run.json").read_text())
+    return [line for line in (out / f"{name}-dry-run.md").read_text().splitlines() if line.startswith("|")], figures
+
+
+def test_training_tried_on_a_cpu(tmp_path):
+    training.run(tmp_path, size=["tiny"], micro_tokens=[4096])
+    lines, figures = table(tmp_path, "training")
+    (row,) = figures["rows"]
+    assert lines[2].startswith("| tiny | 4,096 |")
+    assert 0 < row["mfu"] < row["mfu_samples"]
+    # 2 groups of 8: 16 x 384 tokens of samples, 2 x (128 + 8 x 255) computed.
+    assert row["tok_s"] / row["computed_tok_s"] == pytest.approx(6144 / 4336)
+
+
+def test_generation_tried_on_a_cpu(tmp_path):
+    rollout.run(tmp_path, size=["tiny"], n=[8], system=["native"], repeats=[1])
+    lines, figures = table(tmp_path, "rollout")
+    assert [line.split(" | ")[3] for line in lines[2:4]] == ["fixed", "geometric"]
+    fixed, geometric = figures["rows"]
+    assert fixed["native_mean_length"] == 16 > geometric["native_mean_length"]
+    assert 0 < fixed["floor_ms"] < fixed["ms"]
+
+
+def test_memory_tried_on_a_cpu(tmp_path):
+    pytest.importorskip("peft")
+    memory.run(tmp_path, size=["tiny"], lora=["tiny"])
+    lines, figures = table(tmp_path, "memory")
+    (row,) = figures["rows"]
+    # Without the adapter, 4 bytes each: the matrices; a layer's two norms and biases of q, k and v; the last norm.
+    shape = SIZES["tiny"]
+    others = 2 * (2 * 64 + 64 + 2 * 32) + 64
+    assert row["weights"] * 2**30 == 4 * (shape.body + shape.head + others)
+    assert row["peak_gib"] > 0.1 and row["masters"] > 0
+    assert lines[2].startswith("| tiny | LoRA of rank 32 | 0.0 |")
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_generation_beside_vllm_tried_on_a_cpu(tmp_path, monkeypatch):
+    for name, value in {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for system in ("vllm", "native"):  # one after the other, into one table
+        rollout.run(tmp_path, size=["tiny"], n=[16], system=[system], repeats=[1])
+    lines, figures = table(tmp_path, "rollout")
+    assert len(figures["rows"]) == 2
+    for row in figures["rows"]:
+        assert row["ratio"] == row["native_tok_s"] / row["vllm_tok_s"]
+    assert figures["rows"][0]["vllm_mean_length"] == 16
+    assert f"| {figures['rows'][0]['ratio']:.2f} |" in lines[2]
+
+
+@pytest.mark.slow
+def test_a_step_beside_trls_tried_on_a_cpu(tmp_path):
+    pytest.importorskip("trl")
+    step.run(tmp_path, size=["tiny"], system=["rolecall", "trl-generate"], steps=[3])
+    _, figures = table(tmp_path, "step")
+    own, theirs = figures["rows"]
+    assert (own["system"], theirs["system"]) == ("rolecall", "trl-generate")
+    assert own["mismatch"] < 1e-4
+    assert sum(own["stages"].values()) <= own["s_per_step"]
+    for row in (own, theirs):
+        assert len(row["steps"]) == 3
+        assert 15 < row["mean_length"] <= 16
+
+
+@pytest.mark.slow
+def test_decoupling_tried_on_a_cpu(tmp_path):
+    decoupling.run(tmp_path, size=["tiny"], mode=["transformers", "native"], steps=[3])
+    lines, figures = table(tmp_path, "decoupling")
+    assert [row["mode"] for row in figures["rows"]] == ["transformers", "native"]
+    assert all("generate" in line for line in lines[2:4])
+
+
+@pytest.mark.slow
+def test_learning_beside_trl_tried_on_a_cpu(tmp_path):
+    pytest.importorskip("trl")
+    systems = ["rolecall", "trl-generate"]
+    learning_vs_trl.run(tmp_path, system=systems, seed=[0], steps=[60], every=[30], recipe=["grpo-tiny"])
+    _, figures = table(tmp_path, "learning-vs-trl")
+    (own,), (theirs,) = (figures[system] for system in systems)
+    assert own["samples"] == theirs["samples"] == [0, 30 * 128, 60 * 128]
+    assert own["accuracy"][0] == theirs["accuracy"][0]  # the same weights, prompts, seeds and sampler
+    for row in (own, theirs):
+        assert row["accuracy"][-1] > row["accuracy"][0] + 0.1
+        assert row["seconds"] == sorted(row["seconds"])
+    assert (tmp_path / "learning-vs-trl-dry-run.svg").exists()
