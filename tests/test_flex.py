@@ -40,7 +40,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     monkeypatch.setattr(torch, "compile", lambda function, **given: compile(function, **options | given))
     monkeypatch.setattr(packing, "_skips_blocks", lambda device: True)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(flex, "_attention", torch.compile(flex._attention._torchdynamo_orig_callable, dynamic=True))
+    attention = flex._attention._torchdynamo_orig_callable
+    monkeypatch.setattr(flex, "_attention", torch.compile(attention, dynamic=True, fullgraph=True))
     torch._dynamo.reset()
     flex._compiled.cache_clear()
     return counter

@@ -42,7 +42,9 @@ class BlockSparse:
         return _attention(query, key, value, self._masks[window], scale)
 
 
-@partial(torch.compile, dynamic=True)  # lengths differ from one micro-batch to the next
+# Lengths differ from one micro-batch to the next. As a full graph: what cannot be compiled is an error, since without
+# its kernel FlexAttention would make the scores of all tokens x tokens.
+@partial(torch.compile, dynamic=True, fullgraph=True)
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
     for tensor in (query, key):
         torch._check(tensor.shape[2] % BLOCK == 0)  # knowing that, the kernel checks no bounds
