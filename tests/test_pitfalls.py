@@ -35,7 +35,7 @@ another part are tested there:
 24  bfloat16 loses small updates
         test_training.py::test_a_thousand_steps_of_1e_6_move_a_weight
 25  tokens x vocabulary fill the memory
-        test_training.py::test_memory_does_not_grow_with_tokens_times_vocabulary
+        test_training.py::test_nothing_kept_has_the_vocabulary_in_it
         test_memory.py::test_no_tensor_has_tokens_times_vocabulary_elements
 30  host memory grows step by step
         test_memory.py::test_host_memory_is_flat_over_200_updates

@@ -180,6 +180,7 @@ def test_metrics_by_hand(settings):
         "first/tokens": 3,
         "first/skipped": 0,
         "policy/skipped_samples": 0,
+        "policy/micro_tokens": 4096,
         "policy/lr": 1e-6,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-5)

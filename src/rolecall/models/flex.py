@@ -45,7 +45,9 @@ class BlockSparse:
         return _attention(query, key, value, self._masks[window], scale)
 
 
-@partial(torch.compile, dynamic=True)  # lengths differ from one micro-batch to the next
+# Lengths differ from one micro-batch to the next. As a full graph: what cannot be compiled is an error, since without
+# its kernel FlexAttention would make the scores of all tokens x tokens.
+@partial(torch.compile, dynamic=True, fullgraph=True)
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
     for tensor in (query, key):
         torch._check(tensor.shape[2] % BLOCK == 0)  # knowing that, the kernel checks no bounds
@@ -73,7 +75,7 @@ def _block_mask(own: np.ndarray, shared: np.ndarray, shared_end: np.ndarray, dev
     touched = sum(_queries(begin // BLOCK, np.where(begin < end, -(-end // BLOCK), 0)) for begin, end in ranges)
     filled = sum(_queries(-(-begin // BLOCK), end // BLOCK) for begin, end in ranges)
     every = np.equal(filled, BLOCK)  # a block that two ranges fill together is not found: it is masked in vain, no more
-    own_at, shared_at, end_at = (torch.tensor(x, dtype=torch.int32, device=device) for x in (own, shared, shared_end))
+    own_at, shared_at, end_at = (put(x.astype(np.int32), device) for x in (own, shared, shared_end))
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         in_own = (own_at[query] <= key) & (key <= query)
@@ -93,8 +95,16 @@ def _queries(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 def _listed(chosen: np.ndarray, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """(rows, columns) booleans -> how many are chosen in each row, and which (the first of each row's columns)."""
-    dense = torch.tensor(chosen, dtype=torch.int32, device=device)[None, None]  # the same for all samples and heads
+    dense = put(chosen.astype(np.int32), device)[None, None]  # the same for all samples and heads
     return dense.sum(-1, dtype=torch.int32), dense.argsort(dim=-1, descending=True, stable=True).int()
+
+
+def put(values: list[int] | np.ndarray | Tensor, device: torch.device | str) -> Tensor:
+    """A tensor on ``device``; a GPU's work that is under way is not waited for."""
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
+    if torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def compile_layers(model: nn.Module) -> None:

@@ -66,7 +66,10 @@ class Actor(Trained):
             for sample, logprobs in zip(missing, self.logprobs(missing), strict=True):
                 sample.old_logprobs = logprobs
         steps = self.take_steps(samples, keep, partial(self._loss, beta=beta))
-        metrics: dict[str, float] = {"policy/skipped_samples": sum(not keep(sample) for sample in samples)}
+        metrics: dict[str, float] = {
+            "policy/skipped_samples": sum(not keep(sample) for sample in samples),
+            "policy/micro_tokens": self.micro_tokens,
+        }
         if steps:
             mean = mean_over_steps(steps)
             names = ("loss", "clip_fraction", "approx_kl", "entropy", "grad_norm", "lr")

@@ -211,7 +211,7 @@ def in_sample_order(
     """Run ``compute`` (micro-batch -> (B, T)) over all samples and give each its values, one a response token."""
     device = next(loaded.model.parameters()).device
     rows: dict[int, list[float]] = {}
-    micros = list(micro_batches(samples, budget, packed=loaded.packed, device=device, window=loaded.window))
+    micros = micro_batches(samples, budget, packed=loaded.packed, device=device, window=loaded.window)
     # All are under way before the first is waited for.
     for micro, values in [(micro, compute(micro)) for micro in micros]:
         for sample, row in zip(micro.samples, values.tolist(), strict=True):

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rolecall.errors import RunError
 from rolecall.models.attention import Packed
-from rolecall.models.flex import BLOCK, BlockSparse
+from rolecall.models.flex import BLOCK, BlockSparse, put
 from rolecall.samples import Sample, by_group
 
 
@@ -39,50 +40,39 @@ class MicroBatch:
     @cached_property
     def mask(self) -> Tensor:
         """(B, T) True where the policy chose the token."""
-        return self._put(per_token(self.samples, "response_mask").bool())
+        return self._field("response_mask").bool()
 
     def rows(self, flat: Tensor) -> Tensor:
         """(N,) values of the response tokens -> (B, T), 0 on the padding."""
-        rows = flat.new_zeros(self._present.numel()).index_copy(0, self._places, flat)
-        return rows.view(self._present.shape)
+        shape, places = self._places
+        return flat.new_zeros(shape).flatten().index_copy(0, places, flat).view(shape)
 
     def field(self, name: str) -> Tensor:
         """A per-token field of the samples as (B, T) float32; 0 where ``mask`` is False, whatever stood there."""
-        return self._put(per_token(self.samples, name)).where(self.mask, 0.0)
+        return self._field(name).where(self.mask, 0.0)
+
+    def _field(self, name: str) -> Tensor:
+        return put(per_token(self.samples, name), self.tokens.device)
 
     @cached_property
-    def _present(self) -> Tensor:
-        """(B, T) on the CPU."""
-        return _present(self.samples)
-
-    @cached_property
-    def _places(self) -> Tensor:
-        """(N,) index into a flattened (B, T) of each response token."""
-        return self._put(self._present.flatten().nonzero().squeeze(1))
-
-    def _put(self, tensor: Tensor) -> Tensor:
-        return put(tensor, self.tokens.device)
-
-
-def put(values: list[int] | Tensor, device: torch.device | str) -> Tensor:
-    """A tensor on ``device``; a GPU's work that is under way is not waited for."""
-    tensor = torch.as_tensor(values)
-    if torch.device(device).type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    def _places(self) -> tuple[tuple[int, ...], Tensor]:
+        """(B, T), and (N,) index into a flattened tensor of that shape of each response token."""
+        present = _present(self.samples)
+        return present.shape, put(np.flatnonzero(present), self.tokens.device)
 
 
 def per_token(samples: list[Sample], name: str) -> Tensor:
     """A per-token field of the samples, right-padded with 0: (B, T) float32 on the CPU."""
     present = _present(samples)
-    values = [value for sample in samples for value in token_values(sample, name)]
-    return torch.zeros(present.shape).masked_scatter(present, torch.tensor(values, dtype=torch.float32))
+    rows = np.zeros(present.shape, np.float32)
+    rows[present] = [value for sample in samples for value in token_values(sample, name)]
+    return torch.from_numpy(rows)
 
 
-def _present(samples: list[Sample]) -> Tensor:
+def _present(samples: list[Sample]) -> np.ndarray:
     """(B, T) True where a sample has a response token."""
-    lengths = torch.tensor([len(sample.response) for sample in samples])
-    return torch.arange(int(lengths.max())) < lengths[:, None]
+    lengths = np.array([len(sample.response) for sample in samples])
+    return np.arange(lengths.max()) < lengths[:, None]
 
 
 def token_values(sample: Sample, name: str) -> list[float]:
@@ -164,37 +154,38 @@ def _first_fit(sizes: list[int], budget: int) -> list[list[int]]:
 
 def _pack(segments: list[list[Sample]], device: torch.device | str, window: int | None) -> MicroBatch:
     tokens: list[int] = []
-    positions: list[int] = []
-    predictors: list[int] = []
+    positions: list[np.ndarray] = []
+    predictors: list[np.ndarray] = []
     lengths: list[list[int]] = []
     for segment in segments:
-        prompt, start = segment[0].prompt, len(tokens)
+        prompt, last = segment[0].prompt, len(tokens) + len(segment[0].prompt) - 1
         tokens += prompt
-        positions += range(len(prompt))
+        positions.append(np.arange(len(prompt)))
         lengths.append([len(prompt), *(len(sample.response) - 1 for sample in segment)])
         for sample in segment:
-            behind = len(tokens)
-            predictors += [start + len(prompt) - 1, *range(behind, behind + len(sample.response) - 1)]
+            behind = np.arange(len(sample.response) - 1)
+            predictors += [np.array([last]), behind + len(tokens)]
             tokens += sample.response[:-1]
-            positions += range(len(prompt), len(prompt) + len(sample.response) - 1)
+            positions.append(behind + len(prompt))
     layout: Packed | BlockSparse
     if _skips_blocks(device):
         # A last segment that nobody reads. Two blocks at least: for a single one all would be compiled again.
         if rest := max(-len(tokens) % BLOCK, 2 * BLOCK - len(tokens)):
             tokens += [0] * rest
-            positions += range(rest)
+            positions.append(np.arange(rest))
             lengths.append([rest])
         layout = BlockSparse(lengths, device, window)
     else:
-        layout = Packed([_shared_prefix_mask(parts) for parts in lengths], torch.tensor(positions))
+        where = torch.from_numpy(np.concatenate(positions))
+        layout = Packed([_shared_prefix_mask(parts) for parts in lengths], where)
     samples = [sample for segment in segments for sample in segment]
     return MicroBatch(
         samples=samples,
         tokens=put(tokens, device)[None],
-        positions=put(positions, device)[None],
+        positions=put(np.concatenate(positions), device)[None],
         layout=layout,
         attention_mask=None,
-        predictors=put(predictors, device),
+        predictors=put(np.concatenate(predictors), device),
         targets=put([token for sample in samples for token in sample.response], device),
     )
 

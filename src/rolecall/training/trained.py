@@ -122,8 +122,7 @@ class Trained:
         """Backward through every micro-batch; their metrics."""
         parts = []
         packed, window = self.loaded.packed, self.loaded.window
-        # All are made before the first is computed: a GPU never waits for the next one.
-        micros = list(micro_batches(samples, self.micro_tokens, packed=packed, device=self.device, window=window))
+        micros = micro_batches(samples, self.micro_tokens, packed=packed, device=self.device, window=window)
         with self._recomputing():
             for micro in micros:
                 try:
