@@ -248,7 +248,8 @@ def test_the_attention_kernel(rows: int, heads: int, kv_heads: int, width: int, 
     table = 1 + torch.randperm(rows * most, device=DEVICE).view(rows, most).int()
     positions = torch.randint(0, most * PAGE, (rows,), device=DEVICE)
     positions[0] = 0
-    query, key, value = (torch.randn(rows, n, width, dtype=dtype, device=DEVICE) for n in (heads, kv_heads, kv_heads))
+    together = torch.randn(rows, heads + 2 * kv_heads, width, dtype=dtype, device=DEVICE)
+    query, key, value = together.split((heads, kv_heads, kv_heads), 1)
     expected = cache.pool[1].double()
     wanted = attend_plainly(query.double(), key.double(), value.double(), expected, table, positions, 0.1, window)
     where = cache.anchor, cache.offsets[1], table, positions

@@ -10,7 +10,7 @@ from rolecall import config as configuration
 from rolecall.models.load import free_memory
 from rolecall.training.logprobs import LOGITS
 
-MOST = {"cpu": 4096, "cuda": 32_768}  # where nothing is configured; more compute no faster
+MOST = {"cpu": 4096, "cuda": 16_384}  # where nothing is configured; more compute no faster
 LEAST = 1024  # on a GPU, whatever the estimate
 SHARE = 0.8  # of the free memory that the estimate may fill: the allocator loses some in fragments
 

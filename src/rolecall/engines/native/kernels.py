@@ -44,8 +44,9 @@ def paged_attention(
     kv_heads = key.shape[1]
     group = heads // kv_heads
     splits = min(16, triton.next_power_of_2(max(1, PROGRAMS // (n * kv_heads))))
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    out = torch.empty_like(query)
+    # Where q, k and v are parts of one product, each row of theirs is followed by the others'.
+    query, key, value = (x if x.stride()[1:] == (width, 1) else x.contiguous() for x in (query, key, value))
+    out = query.new_empty(query.shape)
     # What each split gives to be merged: sums weighted by exp(score - largest), the largest, the weights' sum.
     sums = query.new_empty((n, heads, splits, width) if splits > 1 else (1,), dtype=torch.float32)
     stats = query.new_empty((n, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32)
@@ -62,6 +63,9 @@ def paged_attention(
         sums,
         stats,
         scale,
+        query.stride(0),
+        key.stride(0),
+        value.stride(0),
         table.stride(0),
         HEADS=kv_heads,
         GROUP=group,
@@ -99,6 +103,9 @@ def _attend(
     sums,
     stats,
     scale,
+    query_stride,
+    key_stride,
+    value_stride,
     table_stride,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -119,7 +126,8 @@ def _attend(
     members, columns = tl.arange(0, GROUP_PAD), tl.arange(0, WIDTH_PAD)
     real = (members < GROUP)[:, None] & (columns < WIDTH)[None, :]
     heads = row * HEADS * GROUP + head * GROUP + members
-    queries = tl.load(query + heads[:, None] * WIDTH + columns[None, :], mask=real, other=0.0)
+    mine = query + row * query_stride + (head * GROUP + members) * WIDTH
+    queries = tl.load(mine[:, None] + columns[None, :], mask=real, other=0.0)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(0, position - WINDOW + 1)
@@ -145,9 +153,9 @@ def _attend(
         total = total * fade + tl.sum(weights, 1)
         largest = higher
     if split == 0:  # the new token itself, which no other program reads
-        spot = (row * HEADS + head) * WIDTH + columns
-        new_key = tl.load(key + spot, mask=columns < WIDTH, other=0.0)
-        new_value = tl.load(value + spot, mask=columns < WIDTH, other=0.0)
+        spot = head * WIDTH + columns
+        new_key = tl.load(key + row * key_stride + spot, mask=columns < WIDTH, other=0.0)
+        new_value = tl.load(value + row * value_stride + spot, mask=columns < WIDTH, other=0.0)
         page = tl.load(table + row * table_stride + position // PAGE_SIZE).to(tl.int64)
         place = ((page * HEADS + head) * PAGE_SIZE + position % PAGE_SIZE) * WIDTH + columns
         tl.store(keys + place, new_key, mask=columns < WIDTH)
