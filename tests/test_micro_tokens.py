@@ -31,7 +31,7 @@ def test_activation_bytes_by_hand():
     ("free_gib", "expected"),
     [
         (200, memory.MOST["cuda"]),
-        (6, 22 * 1024),  # 0.8 x (6 GiB - 4 for logits - 0.03 for gradients and Adam) over 72 KiB a token
+        (3.2, 13 * 1024),  # 0.8 x (3.2 GiB - 2 for logits - 0.03 for gradients and Adam) over 72 KiB a token
         (1, memory.LEAST),
     ],
 )

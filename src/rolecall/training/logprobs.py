@@ -13,7 +13,7 @@ from rolecall.models.head import product
 from rolecall.samples import Sample
 from rolecall.training.packing import MicroBatch, micro_batches
 
-# Most logits held at once: 256 MiB in float32; on a GPU 2 GiB, since short products do not fill it.
+# Most logits held at once: 256 MiB in float32; on a GPU 1 GiB, since short products do not fill it.
 LOGITS = {"cpu": 2**26, "cuda": 2**28}
 
 
