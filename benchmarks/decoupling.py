@@ -20,12 +20,11 @@ def run(
     size: Sequence[str] = ("0.5B",),
     mode: Sequence[str] = tuple(MODES),
     steps: Sequence[int] = (5,),
-    micro_tokens: Sequence[int] = (8192,),
 ) -> dict[str, Any]:
     """Add to ``decoupling.json`` and ``decoupling.md`` under ``out``. Steps are those of the benchmark ``step``."""
     name = "decoupling" if _gpu.machine() != "dry-run" else "decoupling-dry-run"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
-    for row, peak in _gpu.measure([step.part(one, by, steps[0], micro_tokens[0]) for one in size for by in mode]):
+    for row, peak in _gpu.measure([step.part(one, by, steps[0]) for one in size for by in mode]):
         row = _gpu.merge(result["rows"], {"mode": row.pop("system"), "peak_gib": peak} | row, KEYS)
         print(_line(row), flush=True)
         write(name, result, _table(result), out, "rolecall bench decoupling")

@@ -35,7 +35,6 @@ def run(
     out: Path,
     size: Sequence[str] = ("3B", "7B"),
     lora: Sequence[str] = ("7B",),
-    micro_tokens: Sequence[int] = (8192,),
 ) -> dict[str, Any]:
     """Add to ``memory-h200.json`` and ``memory-h200.md`` under ``out``.
 
@@ -44,10 +43,7 @@ def run(
     """
     name = f"memory-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
-    shared = {"micro_tokens": micro_tokens[0]}
-    parts = [
-        Part("benchmarks.memory", {"size": one, "trains": "lora" if one in lora else "all"} | shared) for one in size
-    ]
+    parts = [Part("benchmarks.memory", {"size": one, "trains": "lora" if one in lora else "all"}) for one in size]
     for row, peak in _gpu.measure(parts):
         row = _gpu.merge(result["rows"], row | {"peak_gib": peak}, KEYS)
         print(_line(row), flush=True)
@@ -55,13 +51,12 @@ def run(
     return result
 
 
-def measure(size: str, trains: str, micro_tokens: int) -> Iterator[Row]:
+def measure(size: str, trains: str) -> Iterator[Row]:
     """The row of one model: GiB by part, seconds of the last generation and update."""
     prompts, tokens = TINY if size == "tiny" else (PROMPTS, TOKENS)
     config = Config(
         model={"path": str(_models.make(size)), "lora_rank": RANK if trains == "lora" else 0},
         rollout={"prompts": prompts, "group_size": GROUP, "max_tokens": tokens, "max_sequences": prompts * GROUP},
-        actor={"micro_tokens": micro_tokens},
     )
     actor = Actor(config)
     weights = sum(

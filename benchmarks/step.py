@@ -33,7 +33,6 @@ def run(
     size: Sequence[str] = ("0.5B", "1.5B", "3B"),
     system: Sequence[str] = ("rolecall", "trl", "trl-sleep"),
     steps: Sequence[int] = (5,),
-    micro_tokens: Sequence[int] = (8192,),
 ) -> dict[str, Any]:
     """Add to ``step-h200.json`` and ``step-h200.md`` under ``out``.
 
@@ -41,11 +40,10 @@ def run(
         system: "rolecall" (the native engine on the Actor's weights, one process), "trl" (vLLM in its process),
             "trl-sleep" (which gives its memory up while it trains), "trl-generate" (transformers' generate).
         steps: the first two do not count.
-        micro_tokens: Rolecall's ``actor.micro_tokens``.
     """
     name = f"step-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
-    parts = [part(one, by, steps[0], micro_tokens[0]) for one in size for by in system]
+    parts = [part(one, by, steps[0]) for one in size for by in system]
     for row, peak in _gpu.measure(parts):
         row = _gpu.merge(result["rows"], row | {"peak_gib": peak}, KEYS)
         result["ratio_vs_trl"] = _ratios(result["rows"])
@@ -54,13 +52,13 @@ def run(
     return result
 
 
-def part(size: str, system: str, steps: int, micro_tokens: int) -> Part:
+def part(size: str, system: str, steps: int) -> Part:
     """One row's measurement. ``system``: one of ``TRL``, "rolecall", or the engine that Rolecall is to use."""
-    arguments = {"size": size, "system": system, "steps": steps, "micro_tokens": micro_tokens}
+    arguments = {"size": size, "system": system, "steps": steps}
     return Part("benchmarks.step", arguments, timeout=480.0)
 
 
-def measure(size: str, system: str, steps: int, micro_tokens: int) -> Iterator[Row]:
+def measure(size: str, system: str, steps: int) -> Iterator[Row]:
     """The row of one system and size."""
     path = str(_models.make(size))
     prompts, tokens = TINY if size == "tiny" else (PROMPTS, TOKENS)
@@ -68,7 +66,7 @@ def measure(size: str, system: str, steps: int, micro_tokens: int) -> Iterator[R
     if system in TRL:
         lines = _trl_steps(path, steps, shape | {"micro": TRL_MICRO[size]} | TRL[system])
     else:
-        lines = _steps(path, steps, micro_tokens, shape | {"engine": "native" if system == "rolecall" else system})
+        lines = _steps(path, steps, shape | {"engine": "native" if system == "rolecall" else system})
     counted = lines[WARMUP:]
     row: Row = {"size": size, "system": system, "s_per_step": statistics.median(line["time/step"] for line in counted)}
     if system not in TRL:
@@ -79,7 +77,7 @@ def measure(size: str, system: str, steps: int, micro_tokens: int) -> Iterator[R
     yield row
 
 
-def _steps(path: str, steps: int, micro_tokens: int, rollout: dict[str, Any]) -> list[dict[str, Any]]:
+def _steps(path: str, steps: int, rollout: dict[str, Any]) -> list[dict[str, Any]]:
     """Metrics of each of Rolecall's steps."""
     separate = rollout["engine"] == "vllm"
     config = Config(
@@ -87,7 +85,6 @@ def _steps(path: str, steps: int, micro_tokens: int, rollout: dict[str, Any]) ->
         data={"path": "benchmarks._gpu:prompts", "answer": "", "holdout": 0},
         reward={"function": "benchmarks._gpu:coin"},
         rollout=rollout | {"max_sequences": rollout["prompts"] * GROUP, "sleep": 2 if separate else 0},
-        actor={"micro_tokens": micro_tokens},
         cluster={"timeout": 400.0},
         run={"steps": steps},
     )

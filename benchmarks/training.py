@@ -25,7 +25,7 @@ REPEATS = 3
 def run(
     out: Path,
     size: Sequence[str] = ("0.5B", "1.5B", "3B", "head"),
-    micro_tokens: Sequence[int] = (8192,),
+    micro_tokens: Sequence[int] = (8192, 16_384),
     tokens: Sequence[int] = (8192, 16384, 32768, 65536, 131072),
 ) -> dict[str, Any]:
     """Add to ``training-h200.json`` and ``training-h200.md`` under ``out``.

@@ -93,24 +93,27 @@ class PagedEngine(LocalEngine):
     def _enter(self, waiting: deque[list[Sequence]]) -> list[list[Sequence]]:
         """The next parts for which there are rows and pages, in order, as many as one prefill takes."""
         entering: list[list[Sequence]] = []
-        running, needed, longest = len(self.running), 0, 0
+        running, longest = len(self.running), 0
+        # One page more for each row that may need it: else those that enter would soon have to leave again.
+        spare = len(self.pages.free) - sum(
+            grows(sequence, len(pages)) for sequence, pages in zip(self.running, self.taken, strict=True)
+        )
         while waiting and running + len(waiting[0]) <= self.max_sequences:
             part = waiting[0]
             longest = max(longest, part[0].length)
             if entering and longest * (len(entering) + 1) > PREFILL_TOKENS:
                 break
-            needed += part[0].length // PAGE + len(part) * (part[0].length % PAGE > 0)
-            running += len(part)
-            # One page more for each row, unless it is the only one: else they would soon have to leave again.
-            if needed + (running if running > 1 else 0) > len(self.pages.free):
-                if running > len(part) or len(part) == 1:
-                    break
-                half = len(part) // 2
-                waiting[0] = part[half:]
-                waiting.appendleft(part[:half])
-                running, needed, longest = 0, 0, 0
-                continue
-            entering.append(waiting.popleft())
+            needed = part[0].length // PAGE + len(part) * (part[0].length % PAGE > 0)
+            needed += sum(grows(sequence, pages_for(sequence.length)) for sequence in part) if running else 0
+            if needed <= spare:
+                spare -= needed
+                running += len(part)
+                entering.append(waiting.popleft())
+            elif running:
+                break
+            else:  # it is alone, and still too large: half of it, and in the end one that is known to fit
+                waiting[0] = part[len(part) // 2 :]
+                waiting.appendleft(part[: len(part) // 2])
         return entering
 
     def _prefill(self, parts: list[list[Sequence]]) -> None:
@@ -195,3 +198,8 @@ class PagedEngine(LocalEngine):
         self.taken = [self.taken[row] for row in rows]
         self.counts = [self.counts[row] for row in rows]
         self.decoder.rows.keep(rows)
+
+
+def grows(sequence: Sequence, pages: int) -> bool:
+    """Whether a response may need more than these pages."""
+    return pages_for(len(sequence.request.prompt) + sequence.limit) > pages
