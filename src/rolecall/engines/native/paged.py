@@ -8,7 +8,7 @@ import torch
 from rolecall.engines.local import LocalEngine
 from rolecall.engines.native.decode import Decoder
 from rolecall.engines.native.pages import PAGE, PagedPrefill, Pages, pages_for
-from rolecall.engines.sequence import Sequence
+from rolecall.engines.sequence import Sequence, in_parts
 from rolecall.errors import UserError
 from rolecall.models import Loaded
 from rolecall.models.attention import hidden_states
@@ -53,7 +53,7 @@ class PagedEngine(LocalEngine):
     def _reserve(self, sequences: list[Sequence]) -> None:
         """Rows for these sequences, and pages for as many of them as will run."""
         device = self.model.device
-        sizes = sorted((pages_for(len(s.request.prompt) + s.limit) for s in sequences), reverse=True)
+        sizes = sorted((pages_for(sequence.longest) for sequence in sequences), reverse=True)
         slots = min(self.max_sequences, len(sequences))
         self.decoder.reserve(slots, sizes[0], max(sequence.limit for sequence in sequences))
         self.decoder.rows.expect(sequences)
@@ -69,7 +69,9 @@ class PagedEngine(LocalEngine):
         """Generate all of these."""
         self.running, self.taken, self.counts = [], [], []
         self.decoder.rows.keep([])
-        waiting = deque(self._parts(sequences))
+        # The longest prompts first, so that those of one prefill are padded little.
+        parts = in_parts(sequences, self.max_sequences)
+        waiting = deque(sorted(parts, key=lambda part: -len(part[0].request.prompt)))
         try:
             while waiting or self.running:
                 while entering := self._enter(waiting):
@@ -79,16 +81,6 @@ class PagedEngine(LocalEngine):
                 self._collect()
         finally:
             self.pages.release()
-
-    def _parts(self, sequences: list[Sequence]) -> list[list[Sequence]]:
-        """What enters together: a group, or as much of it as may run. The longest prompts first, so that the padding
-        is small."""
-        parts: list[list[Sequence]] = []
-        for sequence in sequences:
-            if sequence.index % self.max_sequences == 0:
-                parts.append([])
-            parts[-1].append(sequence)
-        return sorted(parts, key=lambda part: -len(part[0].request.prompt))
 
     def _enter(self, waiting: deque[list[Sequence]]) -> list[list[Sequence]]:
         """The next parts for which there are rows and pages, in order, as many as one prefill takes."""
@@ -202,4 +194,4 @@ class PagedEngine(LocalEngine):
 
 def grows(sequence: Sequence, pages: int) -> bool:
     """Whether a response may need more than these pages."""
-    return pages_for(len(sequence.request.prompt) + sequence.limit) > pages
+    return pages_for(sequence.longest) > pages
