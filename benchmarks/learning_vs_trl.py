@@ -10,10 +10,11 @@ from typing import Any
 
 from benchmarks import _gpu, write
 from benchmarks._gpu import Part, Row
-from rolecall import engines, models
+from rolecall import models
 from rolecall.config import Config
 from rolecall.data import load_prompts
 from rolecall.data.functions import load_function
+from rolecall.engines.transformers import TransformersEngine
 from rolecall.loop import evaluation
 from rolecall.loop.run import train
 from rolecall.loop.stages import Context
@@ -127,7 +128,7 @@ def _train_with_trl(config: Config, folder: str, vllm: bool) -> tuple[dict[int, 
 
 def _accuracy(config: Config, loaded: Loaded, heldout: list[Prompt]) -> float:
     """As a run of Rolecall has it: the same seeds and the same sampler, on TRL's weights."""
-    engine = engines.create("transformers", loaded, config.rollout.max_sequences)
+    engine = TransformersEngine(loaded, config.rollout.max_sequences)
     context = Context(config, SimpleNamespace(rollout=engine, reward=Reward(config)))
     return evaluation.accuracy(evaluation.answers(context, heldout))
 

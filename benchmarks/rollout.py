@@ -114,11 +114,12 @@ Generate = Callable[[list[list[int]]], list[int]]  # prompts -> the lengths of t
 
 
 def _native(path: str) -> Callable[[int, int, bool], Generate]:
-    loaded: Any = models.load(Config(model={"path": path}).model, models.device())
+    model = {"path": path}
+    loaded: Any = models.load(Config(model=model).model, models.device())
 
     def for_shape(n: int, longest: int, ends: bool) -> Generate:
         loaded.model.generation_config.eos_token_id = ENDS
-        engine = engines.create("native", loaded, n)
+        engine = engines.create(Config(model=model, rollout={"max_sequences": n}), loaded)
         sampling = Sampling(longest, min_tokens=0 if ends else longest)
 
         def generate(prompts: list[list[int]]) -> list[int]:

@@ -146,10 +146,11 @@ def test_the_flops_of_an_update_by_hand():
 
 def test_a_random_model_ends_as_often_as_was_asked(tmp_path):
     """A quarter of the tokens end a response, so lengths are geometric: a mean of 4, and 1 in 1 of 4."""
-    loaded = models.load(Config(model={"path": str(_models.make("tiny", tmp_path / "tiny"))}).model, "cpu")
+    config = Config(model={"path": str(_models.make("tiny", tmp_path / "tiny"))})
+    loaded = models.load(config.model, "cpu")
     loaded.model.generation_config.eos_token_id = rollout.ENDS
     requests = [Request(i, str(i), text, 8, 0, Sampling(64)) for i, text in enumerate(_gpu.token_prompts(128, 0))]
-    lengths = [len(sample.response) for sample in engines.create("native", loaded, 256).generate(requests)]
+    lengths = [len(sample.response) for sample in engines.create(config, loaded).generate(requests)]
     assert statistics.fmean(lengths) == pytest.approx(4, rel=0.15)  # of 1,024: their mean's deviation is 3 %
     assert lengths.count(1) / len(lengths) == pytest.approx(0.25, abs=0.06)
 

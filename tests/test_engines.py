@@ -1,7 +1,8 @@
-"""What every engine must hold, for both engines and four architectures, against plain forward passes."""
+"""The engines on a model in this process: four architectures, and what is the native engine's own.
 
-import copy
-import random
+What every engine must hold is in test_engines_conform.py.
+"""
+
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +19,14 @@ from transformers import (
 
 from forward import sampled_logprobs
 from rolecall import engines
+from rolecall.config import Config
 from rolecall.engines.native.cache import Cache, Prefill
 from rolecall.engines.native.engine import NativeEngine
 from rolecall.engines.transformers import TransformersEngine
-from rolecall.errors import RunError, UserError
+from rolecall.errors import UserError
 from rolecall.models import Loaded
 from rolecall.models.attention import why_unsupported
 from rolecall.samples import Request, Sample, Sampling
-from rolecall.sync.buckets import plan
 
 VOCABULARY, CONTEXT = 200, 96
 ENDS = [1, *range(60, 80)]  # so many end tokens that samples have many lengths
@@ -51,7 +52,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SHAPE, sliding_window=6, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
     ),
 }
-ENGINES = ["native", "transformers"]
+ENGINES = [NativeEngine, TransformersEngine]
 PROMPTS = [[5, 9, 100], [7], [9, 8, 7, 6, 5, 44, 45, 46, 47, 48, 49], [150, 3, 60, 7, 7, 7]]
 STEM = [5, 9, 100, 44, 45, 46, 47, 48, 49]  # longer than the sliding window
 ALIKE = {
@@ -61,11 +62,19 @@ ALIKE = {
     "one token": [[5, 9], [*STEM, 3], [5]],
 }
 LONG = Sampling(max_tokens=14, min_tokens=14)
+GREEDY = Sampling(max_tokens=20, temperature=0)
+SAMPLINGS = [
+    Sampling(max_tokens=14),
+    Sampling(max_tokens=14, temperature=0.6, min_tokens=14),
+    Sampling(max_tokens=14, temperature=1.7, top_k=5),
+    Sampling(max_tokens=14, top_p=0.7),
+    GREEDY,
+]
 
 
-def build(name: str, tokenizer: Any, config: PreTrainedConfig | None = None) -> Loaded:
+def build(name: str, tokenizer: Any) -> Loaded:
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config or CONFIGS[name]).eval()
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
     return Loaded(model, tokenizer, why_unsupported(model))
 
 
@@ -82,15 +91,8 @@ def llama(tiny: Loaded) -> Loaded:
     return build("llama", tiny.tokenizer)
 
 
-def requests(sampling: Sampling, n: int = 1, prompts: list[list[int]] = PROMPTS, seed: int = 0) -> list[Request]:
-    return [Request(i, f"prompt-{i}", prompt, n, seed, sampling) for i, prompt in enumerate(prompts)]
-
-
-def update(engine: Any, weights: dict[str, torch.Tensor], version: int) -> None:
-    engine.expect([entry for bucket in plan(weights.items()) for entry in bucket])
-    engine.start_update()
-    engine.write(weights.items())
-    engine.finish_update(version)
+def requests(sampling: Sampling, n: int = 1, prompts: list[list[int]] = PROMPTS) -> list[Request]:
+    return [Request(i, f"prompt-{i}", prompt, n, 0, sampling) for i, prompt in enumerate(prompts)]
 
 
 def by_id(samples: list[Sample]) -> dict[tuple[int, int], tuple[list[int], str]]:
@@ -103,200 +105,50 @@ def check_sampled_from(loaded: Loaded, sample: Sample, sampling: Sampling) -> No
     torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_greedy_is_transformers_greedy(engine: str, loaded: Loaded):
+def test_greedy_is_transformers_greedy(loaded: Loaded):
     model: Any = loaded.model
-    for sample in engines.create(engine, loaded, 64).generate(requests(Sampling(max_tokens=20, temperature=0))):
+    for sample in NativeEngine(loaded, 64).generate(requests(GREEDY)):
         prompt = torch.tensor([sample.prompt])
         expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=20)
         assert sample.response == expected[0, len(sample.prompt) :].tolist()
-        check_sampled_from(loaded, sample, Sampling(max_tokens=20, temperature=0))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(max_tokens=14),
-        Sampling(max_tokens=14, temperature=0.6, min_tokens=14),
-        Sampling(max_tokens=14, temperature=1.7, top_k=5),
-        Sampling(max_tokens=14, top_p=0.7),
-    ],
-    ids=["plain", "temperature", "top-k", "top-p"],
-)
-def test_log_probabilities_are_those_of_a_forward_pass(engine: str, loaded: Loaded, sampling: Sampling):
-    for sample in engines.create(engine, loaded, 64).generate(requests(sampling, n=2)):
-        check_sampled_from(loaded, sample, sampling)
+def test_both_engines_draw_the_same_samples_as_a_forward_pass_has_them_likely(loaded: Loaded):
+    kinds = [(prompt, sampling) for sampling in SAMPLINGS for prompt in PROMPTS]
+    asked = [Request(i, str(i), prompt, 2, 0, sampling) for i, (prompt, sampling) in enumerate(kinds)]
+    native, fallback = (engine(loaded, 64).generate(asked) for engine in ENGINES)
+    assert by_id(native) == by_id(fallback)
+    for sample in [*native, *fallback]:
+        check_sampled_from(loaded, sample, asked[sample.group_id].sampling)
 
 
 @pytest.mark.parametrize("prompts", ALIKE.values(), ids=ALIKE)
 def test_prompts_that_begin_alike(loaded: Loaded, prompts: list[list[int]]):
-    for sample in engines.create("native", loaded, 64).generate(requests(LONG, n=2, prompts=prompts)):
+    for sample in NativeEngine(loaded, 64).generate(requests(LONG, n=2, prompts=prompts)):
         check_sampled_from(loaded, sample, LONG)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_a_sample_says_of_itself(engine: str, llama: Loaded):
-    generator = engines.create(engine, llama, 64)
-    generator.version = 7
-    samples = generator.generate(requests(LONG, n=3))
-    assert [(s.group_id, s.index) for s in samples] == [(g, i) for g in range(4) for i in range(3)]
-    for sample in samples:
-        assert sample.prompt == PROMPTS[sample.group_id] and sample.prompt_id == f"prompt-{sample.group_id}"
-        assert sample.response_mask == [1] * 14 and len(sample.response) == len(sample.logprobs) == 14
-        assert sample.versions == [(0, 14, 7)] and sample.finish == "length"
-        assert sample.text == llama.tokenizer.decode(sample.response, skip_special_tokens=True)
-    assert len({tuple(sample.response) for sample in samples}) == 12  # the samples of a group differ
-    assert generator.generate([]) == []
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_same_seed_gives_the_same_sample_in_any_company(engine: str, loaded: Loaded):
-    crowd = requests(Sampling(max_tokens=9), n=4)
-    expected = by_id(engines.create(engine, loaded, 64).generate(crowd))
+def test_samples_do_not_depend_on_how_many_run_at_once(engine: Any, tiny: Loaded):
+    gemma, asked = build("gemma3", tiny.tokenizer), requests(Sampling(max_tokens=9), n=4)
+    expected = by_id(engine(gemma, 64).generate(asked))
     assert len({len(response) for response, _ in expected.values()}) > 1  # rows do finish at different times
-    for most in (1, 3):
-        assert by_id(engines.create(engine, loaded, most).generate(crowd)) == expected
-    generator = engines.create(engine, loaded, 64)
-    for request in crowd:
-        alone = by_id(generator.generate([replace(request, n=1)]))
-        assert alone == {(request.group_id, 0): expected[request.group_id, 0]}
-    assert by_id(generator.generate(crowd[::-1])) == expected
-    assert by_id(generator.generate([replace(crowd[0], seed=1)])) != {
-        key: value for key, value in expected.items() if key[0] == 0
-    }
-
-
-def test_both_engines_draw_the_same_samples(loaded: Loaded):
-    native, fallback = (engines.create(engine, loaded, 64).generate(requests(LONG, n=3)) for engine in ENGINES)
-    assert by_id(native) == by_id(fallback)
+    for most in (1, 3):  # fewer than a group
+        assert by_id(engine(gemma, most).generate(asked)) == expected
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_new_weights_are_used_at_once(engine: str, loaded: Loaded):
+def test_weights_that_change_in_place_are_used_at_once(engine: Any, llama: Loaded):
     """Pitfall 13: nothing that was computed from older weights is left, though prompts and cache are the same."""
-    own = Loaded(copy.deepcopy(loaded.model), loaded.tokenizer, loaded.why)
-    generator = engines.create(engine, own, 64)
+    generator = engine(llama, 64)
     before = by_id(generator.generate(requests(LONG, n=2)))
-    original = {name: value.clone() for name, value in own.model.named_parameters()}
-
     with torch.no_grad():  # as an optimizer does it
-        for parameter in own.model.parameters():
+        for parameter in llama.model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1)
     samples = generator.generate(requests(LONG, n=2))
     assert by_id(samples) != before
     for sample in samples:
-        check_sampled_from(own, sample, LONG)
-
-    update(generator, original, version=5)
-    assert all(torch.equal(own.model.get_parameter(name), value) for name, value in original.items())
-    samples = generator.generate(requests(LONG, n=2))
-    assert by_id(samples) == before
-    assert samples[0].versions == [(0, 14, 5)]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_weights_are_loaded_all_or_not_at_all(engine: str, llama: Loaded):
-    generator = engines.create(engine, llama, 64)
-    good = {name: value + 1 for name, value in llama.model.named_parameters()}
-    before = {name: value.clone() for name, value in llama.model.named_parameters()}
-    bad: dict[str, tuple[dict[str, torch.Tensor], str]] = {
-        "unknown": ({**good, "model.extra": torch.zeros(1)}, "no parameter 'model.extra'"),
-        "missing": ({k: v for k, v in good.items() if k != "model.norm.weight"}, "1 of 29 .*model.norm.weight"),
-        "shape": ({**good, "model.norm.weight": torch.zeros(31)}, r"\(31,\).*\(32,\)"),
-        "tied, but different": ({**good, "lm_head.weight": torch.zeros(VOCABULARY, 32)}, "one parameter here"),
-    }
-    for weights, message in bad.values():
-        with pytest.raises(RunError, match=message):
-            update(generator, weights, version=1)
-        assert all(torch.equal(llama.model.get_parameter(name), value) for name, value in before.items())
-        assert generator.version == 0
-    # The tied parameter goes by its other name too.
-    renamed = {("lm_head.weight" if "embed" in name else name): value for name, value in good.items()}
-    update(generator, renamed, version=1)
-    assert all(torch.equal(llama.model.get_parameter(name), value) for name, value in good.items())
-    assert generator.version == 1
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_any_end_token_ends_a_response_and_stays_in_it(engine: str, llama: Loaded):
-    free = engines.create(engine, llama, 64)
-    free.endings.tokens = []
-    asked = requests(Sampling(max_tokens=14), prompts=PROMPTS[:1])
-    (endless,) = free.generate(asked)
-    end = endless.response[6]
-    llama.model.generation_config.eos_token_id = [199, end]  # the tokenizer's own (1) ends it as well
-    generator = engines.create(engine, llama, 64)
-    assert generator.endings.tokens == sorted({1, 199, end})
-    (sample,) = generator.generate(asked)
-    size = next(i for i, token in enumerate(endless.response) if token in (1, 199, end)) + 1
-    assert sample.finish == "stop" and sample.response == endless.response[:size]
-    (sample,) = generator.generate(requests(LONG, prompts=PROMPTS[:1]))
-    assert len(sample.response) == 14 and not {1, 199, end} & set(sample.response)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_stop_string_ends_a_response_where_it_is_complete(engine: str, tiny: Loaded):
-    generator = engines.create(engine, tiny, 64)
-    generator.endings.tokens = []
-    prompt, free = [[2, 3, 6, 4]], Sampling(max_tokens=80)
-    (whole,) = generator.generate(requests(free, prompts=prompt))
-    decode = tiny.tokenizer.decode
-    stop = decode(whole.response[40:43])
-    size = next(i for i in range(80) if stop in decode(whole.response[:i]))
-    (sample,) = generator.generate(requests(replace(free, stop=("nowhere", stop)), prompts=prompt))
-    assert sample.finish == "stop" and sample.response == whole.response[:size]
-    # What is complete before min_tokens does not count.
-    (later,) = generator.generate(requests(replace(free, stop=(stop,), min_tokens=size + 1), prompts=prompt))
-    assert size < len(later.response) and later.response == whole.response[: len(later.response)]
-    assert len(later.response) == 80 or decode(later.response).endswith(stop)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_context_limit(engine: str, llama: Loaded):
-    generator = engines.create(engine, llama, 64)
-    (sample,) = generator.generate(requests(LONG, prompts=[[7] * (CONTEXT - 1)]))
-    assert len(sample.response) == 1 and sample.finish == "length"
-    (sample,) = generator.generate(requests(LONG, prompts=[[7] * (CONTEXT - 5)]))
-    assert len(sample.response) == 5 and sample.finish == "length"
-    with pytest.raises(UserError, match="'prompt-1' has 96 tokens; the model's context is 96"):
-        generator.generate(requests(LONG, prompts=[[7], [7] * CONTEXT]))
-    with pytest.raises(UserError, match="'prompt-0' has no tokens"):
-        generator.generate(requests(LONG, prompts=[[]]))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_weights_that_give_nan_stop_the_run(engine: str, llama: Loaded):
-    with torch.no_grad():
-        llama.model.get_parameter("model.norm.weight").fill_(torch.nan)
-    with pytest.raises(RunError, match="NaN"):
-        engines.create(engine, llama, 64).generate(requests(LONG))
-
-
-def test_five_hundred_requests_of_many_kinds(tiny: Loaded):
-    rng = random.Random(0)
-    asked = [
-        Request(
-            group_id=i,
-            prompt_id=str(i),
-            prompt=[rng.randrange(16) for _ in range(rng.randint(1, 40))],
-            n=rng.randint(1, 3),
-            seed=4,
-            sampling=Sampling(
-                max_tokens=rng.randint(1, 12), temperature=rng.choice([0, 0.7, 1]), top_k=rng.choice([0, 3])
-            ),
-        )
-        for i in range(500)
-    ]
-    samples = engines.create("native", tiny, 48).generate(asked)
-    assert [(s.group_id, s.index) for s in samples] == [(r.group_id, i) for r in asked for i in range(r.n)]
-    for sample in samples:
-        ended = sample.response[-1] == tiny.tokenizer.eos_token_id
-        assert sample.finish == ("stop" if ended else "length")
-        assert ended or len(sample.response) == asked[sample.group_id].sampling.max_tokens
-    picked = rng.sample(samples, 10)
-    for sample in picked:
-        check_sampled_from(tiny, sample, asked[sample.group_id].sampling)
+        check_sampled_from(llama, sample, LONG)
 
 
 def test_the_cache_is_kept_and_grows_only_when_needed(llama: Loaded):
@@ -345,20 +197,18 @@ def test_a_common_prefix_is_computed_once():
     assert layout.ends.tolist() == [1, 3]
 
 
-def test_an_unknown_engine(tiny: Loaded):
+def test_an_unknown_engine():
     with pytest.raises(UserError, match=r"no engine 'nativ'\. Did you mean 'native'"):
-        engines.create("nativ", tiny, 8)
+        engines.create(Config(rollout={"engine": "nativ"}))
 
 
 def test_a_model_without_our_attention_falls_back(tiny: Loaded):
     with pytest.warns(UserWarning, match="because it is odd"):
-        engine = engines.create("native", Loaded(tiny.model, tiny.tokenizer, "because it is odd"), 8)
+        engine = engines.create(Config(), Loaded(tiny.model, tiny.tokenizer, "because it is odd"))
     assert isinstance(engine, TransformersEngine)
 
 
-def test_a_shipped_repetition_penalty_is_not_applied(llama: Loaded):
+def test_the_models_own_generation_config_is_left_as_it_was(llama: Loaded):
     config = llama.model.generation_config
-    config.repetition_penalty = 5.0
-    for sample in engines.create("transformers", llama, 8).generate(requests(LONG)):
-        check_sampled_from(llama, sample, LONG)
-    assert llama.model.generation_config is config  # and it is still saved with the model
+    TransformersEngine(llama, 8).generate(requests(LONG))
+    assert llama.model.generation_config is config  # it is saved with the model

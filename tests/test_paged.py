@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from rolecall import models
+from rolecall.config import Model
 from rolecall.engines.native import fused
 from rolecall.engines.native.decode import Decoder
 from rolecall.engines.native.engine import NativeEngine
@@ -119,8 +120,6 @@ def test_many_long_prompts_enter_in_turns(tiny: Loaded):
 
 
 def test_new_weights_are_used_at_once(tiny_path: Any):
-    from rolecall.config import Model
-
     loaded = models.load(Model(path=str(tiny_path), dtype="float32"), "cpu")
     engine, asked = PagedEngine(loaded, 8), [Request(0, "p", [5] * 40, 4, 0, Sampling(20))]
     before = engine.generate(asked)
@@ -171,8 +170,6 @@ def test_other_architectures(tiny: Loaded, kind: str):
 
 
 def test_linear_layers_with_one_input_compute_together_and_stay_parameters(tiny_path: Any):
-    from rolecall.config import Model
-
     model: Any = models.load(Model(path=str(tiny_path), dtype="float32"), "cpu").model
     tokens = torch.arange(10)[None]
     with torch.no_grad():
@@ -279,8 +276,6 @@ def test_the_sampling_kernel(vocabulary: int):
 
 @ON_GPU
 def test_a_step_is_captured_once_for_each_bucket_and_kind(tiny_path: Any):
-    from rolecall.config import Model
-
     loaded = models.load(Model(path=str(tiny_path), dtype="float32"), DEVICE)
     engine = PagedEngine(loaded, 64)
     asked = [Request(i, str(i), [5] * 10, 8, 0, Sampling(20, min_tokens=20)) for i in range(2)]

@@ -6,13 +6,13 @@ another part are tested there:
 8   the trainer ignores the sampling's settings
         test_config.py::test_training_refuses_what_is_for_evaluation
         test_packing.py::test_temperature_divides_the_logits
-        test_engines.py::test_log_probabilities_are_those_of_a_forward_pass
+        test_engines_conform.py::test_log_probabilities_are_those_of_the_distribution_sampled_from
 11  padding, positions, attention between samples
         test_packing.py::test_log_probabilities_are_the_same_in_any_company
 12  tokens change when their text is encoded again
         test_data.py::test_prompts_are_rendered_and_tokenised_once
 13  generation from old weights after a sync
-        test_engines.py::test_new_weights_are_used_at_once
+        test_engines.py::test_weights_that_change_in_place_are_used_at_once
         test_engines_conform.py::test_new_weights_are_used_at_once_and_the_old_ones_come_back
         test_checks.py::test_older_weights_stop_any_step
 14  an engine that wakes with something missing

@@ -21,7 +21,7 @@ import pytest
 
 import test_engines_conform as conform
 from rolecall.config import Config
-from rolecall.engines import launch, remote
+from rolecall.engines import create, remote
 from rolecall.errors import RunError, UserError
 from rolecall.loop.evaluation import evaluate_model
 from rolecall.models import Loaded
@@ -119,7 +119,7 @@ def test_a_server_as_most_people_start_it(folder: Path, model: Any, monkeypatch:
     """Raw log-probabilities, a key, a context shorter than the model's; and it dies in the middle of responses."""
     with serving(folder, "--max-model-len", "128", "--api-key", "sesame") as (url, server):
         with pytest.raises(UserError, match=r"/v1/models answered 401 Unauthorized.*\$OPENAI_API_KEY"):
-            launch(config(folder, url))
+            create(config(folder, url))
         monkeypatch.setenv("OPENAI_API_KEY", "sesame")
         rollout = Rollout(config(folder, url))
         plain = Sampling(max_tokens=24)
@@ -231,24 +231,24 @@ def test_a_server_that_will_not_do(pretending: Pretending, tiny_path: Path, mist
     changes, says = MISTAKES[mistake]
     vars(pretending).update(changes)
     with pytest.raises(UserError, match=says):
-        launch(config(tiny_path, pretending.url))
+        create(config(tiny_path, pretending.url))
 
 
 def test_no_server(tiny_path: Path):
     with pytest.raises(
         UserError, match=r"http://127\.0\.0\.1:1/v1/models does not answer: .*refused.*`vllm serve MODEL`"
     ):
-        launch(config(tiny_path, "http://127.0.0.1:1/v1"))
+        create(config(tiny_path, "http://127.0.0.1:1/v1"))
 
 
 def test_nothing_hangs(pretending: Pretending, tiny_path: Path, monkeypatch: pytest.MonkeyPatch):
-    engine = launch(config(tiny_path, pretending.url, cluster={"timeout": 0.3}))
+    engine = create(config(tiny_path, pretending.url, cluster={"timeout": 0.3}))
     pretending.silent.clear()
     with pytest.raises(RunError, match=r"/v1/completions does not answer: nothing within 0\.3 s"):
         engine.generate(requests(ONE, n=100))
     monkeypatch.setattr(remote, "GREETING", 0.2)
     with pytest.raises(UserError, match=r"/v1/models does not answer: nothing within 0\.2 s"):
-        launch(config(tiny_path, pretending.url))
+        create(config(tiny_path, pretending.url))
 
 
 @pytest.mark.parametrize(
@@ -260,19 +260,19 @@ def test_raw_log_probabilities_will_do_where_they_are_those_sampled_from(
     pretending: Pretending, tiny_path: Path, sampling: Sampling, refused: bool
 ):
     pretending.first |= {"logprobs": RAW}
-    engine = launch(config(tiny_path, pretending.url))
+    engine = create(config(tiny_path, pretending.url))
     with pytest.raises(UserError, match="--logprobs-mode processed_logprobs") if refused else nullcontext():
         assert len(engine.generate(requests(sampling))) == 4
 
 
 def test_a_response_that_the_server_cut_off(pretending: Pretending, tiny_path: Path):
-    engine = launch(config(tiny_path, pretending.url))
+    engine = create(config(tiny_path, pretending.url))
     with pytest.raises(RunError, match=r"ended a response to prompt 'prompt-0' after 1 of 24 tokens \(length\)"):
         engine.generate(requests(LONG))
 
 
 def test_it_takes_no_weights(pretending: Pretending, tiny_path: Path):
-    engine = launch(config(tiny_path, pretending.url))
+    engine = create(config(tiny_path, pretending.url))
     calls = partial(engine.expect, []), engine.start_update, partial(engine.write, []), partial(engine.finish_update, 1)
     for call in calls:
         with pytest.raises(RunError, match="a server of its own, whose weights stay as they are"):

@@ -1,7 +1,7 @@
 """Rollout engines: requests in, samples out."""
 
+import pkgutil
 import warnings
-from collections.abc import Callable
 
 from rolecall import models
 from rolecall.config import SEPARATE_ENGINES, Config
@@ -12,55 +12,44 @@ from rolecall.engines.transformers import TransformersEngine
 from rolecall.errors import UserError, nearest
 from rolecall.models import Loaded
 
-__all__ = ["Engine", "create", "launch"]
+__all__ = ["Engine", "create"]
 
-ENGINES: dict[str, Callable[[Loaded, int], Engine]] = {"native": NativeEngine, "transformers": TransformersEngine}
+# Engines with weights of their own. By name: each imports what is installed only where it is used.
+CLASSES = {
+    "vllm": "rolecall.engines.vllm:VLLMEngine",
+    "vllm, LoRA adapter": "rolecall.engines.vllm_lora:VLLMAdapterEngine",
+    "sglang": "rolecall.engines.sglang:SGLangEngine",
+    "http://": "rolecall.engines.remote:RemoteEngine",
+}
 
 
-def launch(config: Config, loaded: Loaded | None = None) -> Engine:
-    """The configured engine: on the model in ``loaded`` if it can share one, else with a model of its own.
+def create(config: Config, loaded: Loaded | None = None) -> Engine:
+    """The engine that ``config.rollout`` names.
+
+    "native" is one of two: on a GPU the one with pages and captured steps. It becomes "transformers", with a warning,
+    on a model that does not take Rolecall's attention function.
+
+    Args:
+        loaded: the model that "native" and "transformers" work on (its parameters are used, not copied). None: they
+            load one. Other engines have weights of their own in any case.
 
     Raises:
         UserError: no engine of that name, not installed, or a model that it cannot take.
     """
     rollout = config.rollout
+    name = "http://" if rollout.remote else rollout.engine
     if rollout.lora == "adapter":
-        from rolecall.engines.vllm_lora import VLLMAdapterEngine
-
-        return VLLMAdapterEngine(config)
-    if rollout.remote:
-        from rolecall.engines.remote import RemoteEngine
-
-        return RemoteEngine(config)
-    if rollout.engine == "vllm":
-        from rolecall.engines.vllm import VLLMEngine
-
-        return VLLMEngine(config)
-    if rollout.engine == "sglang":
-        from rolecall.engines.sglang import SGLangEngine
-
-        return SGLangEngine(config)
-    loaded = loaded or models.load(config.model, models.device())
-    return create(rollout.engine, loaded, rollout.max_sequences)
-
-
-def create(name: str, loaded: Loaded, max_sequences: int) -> Engine:
-    """An engine on the model in ``loaded`` (its parameters are used, not copied).
-
-    "native" is one of two: on a GPU the one with pages and captured steps. It becomes "transformers", with a warning,
-    on a model that does not take Rolecall's attention function.
-
-    Raises:
-        UserError: no engine of that name, or one with weights of its own, which ``launch`` starts.
-    """
-    if name in SEPARATE_ENGINES:
-        raise UserError(f"{name!r} has weights of its own, not those of a loaded model: use engines.launch(config).")
-    if name not in ENGINES:
-        known = nearest(name, [*ENGINES, *SEPARATE_ENGINES])
+        name += ", LoRA adapter"
+    if name in CLASSES:
+        return pkgutil.resolve_name(CLASSES[name])(config)
+    if name not in ("native", "transformers"):
+        known = nearest(name, ["native", "transformers", *SEPARATE_ENGINES])
         raise UserError(f"rollout.engine: there is no engine {name!r}.{known}")
-    if name == "native" and loaded.why is not None:
+    loaded = loaded or models.load(config.model, models.device())
+    if name == "transformers":
+        return TransformersEngine(loaded, rollout.max_sequences)
+    if loaded.why is not None:
         warnings.warn(f"Generating with transformers' generate, not the native engine: {loaded.why}", stacklevel=2)
-        name = "transformers"
-    if name == "native" and loaded.model.device.type == "cuda":
-        return PagedEngine(loaded, max_sequences)
-    return ENGINES[name](loaded, max_sequences)
+        return TransformersEngine(loaded, rollout.max_sequences)
+    native = PagedEngine if loaded.model.device.type == "cuda" else NativeEngine
+    return native(loaded, rollout.max_sequences)

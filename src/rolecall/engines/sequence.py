@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,45 +72,51 @@ class Sequence:
     versions: list[tuple[int, int, int]] = field(default_factory=list)
     finish: str = ""
 
-    def append(self, token: int, logprob: float, endings: Endings, version: int) -> None:
-        """Take the token that the weights ``version`` have sampled, and see whether it was the last."""
-        if logprob != logprob:
-            raise RunError(
-                f"The model gives NaN log-probabilities for prompt {self.request.prompt_id!r}, response token "
-                f"{len(self.tokens)}: its weights or activations have overflowed."
-            )
-        start = size = len(self.tokens)
-        if self.versions and self.versions[-1][2] == version:
-            start, _, _ = self.versions.pop()
-        self.versions.append((start, size + 1, version))
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        if endings.stops(self):
-            self.finish = "stop"
-        elif len(self.tokens) == self.limit:
-            self.finish = "length"
-
     @property
     def length(self) -> int:
         """Tokens of the prompt and what there is of the response."""
         return len(self.request.prompt) + len(self.tokens)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the prompt and of the longest response."""
+        return len(self.request.prompt) + self.limit
+
+    def append(self, token: int, logprob: float, endings: Endings, version: int) -> None:
+        """Take the token that the weights ``version`` have sampled, and see whether it was the last."""
+        if math.isnan(logprob):
+            raise RunError(
+                f"The model gives NaN log-probabilities for prompt {self.request.prompt_id!r}, response token "
+                f"{len(self.tokens)}: its weights or activations have overflowed."
+            )
+        self._take([token], [logprob], version)
+        if endings.stops(self):
+            self.finish = "stop"
+        elif len(self.tokens) == self.limit:
+            self.finish = "length"
+
     def extend(self, tokens: list[int], logprobs: list[float], endings: Endings, version: int) -> None:
-        """``append`` each, up to the one that ends the response."""
-        whole = (
-            sum(logprobs) == sum(logprobs) and not self.request.sampling.stop
-        )  # no NaN, and only the last may end it
-        at_once = len(tokens) - 1 if whole else 0
-        if at_once > 0:
+        """``append`` each, up to the one that ends the response.
+
+        Args:
+            tokens: none but the last may end the response, other than by a stop string.
+        """
+        if not self.request.sampling.stop and not math.isnan(sum(logprobs)):  # then only the last needs a look
+            self._take(tokens[:-1], logprobs[:-1], version)
+            tokens, logprobs = tokens[-1:], logprobs[-1:]
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if not self.finish:
+                self.append(token, logprob, endings, version)
+
+    def _take(self, tokens: list[int], logprobs: list[float], version: int) -> None:
+        """Add tokens of one version; their span joins the last one if that is of the same."""
+        if tokens:
             start = size = len(self.tokens)
             if self.versions and self.versions[-1][2] == version:
                 start, _, _ = self.versions.pop()
-            self.versions.append((start, size + at_once, version))
-            self.tokens += tokens[:at_once]
-            self.logprobs += logprobs[:at_once]
-        for token, logprob in zip(tokens[at_once:], logprobs[at_once:], strict=True):
-            if not self.finish:
-                self.append(token, logprob, endings, version)
+            self.versions.append((start, size + len(tokens), version))
+            self.tokens += tokens
+            self.logprobs += logprobs
 
     def cut_short(self, engine: str, reason: Any) -> RunError:
         """What to raise where ``engine`` has ended a response that nothing ends here."""
@@ -132,3 +139,13 @@ class Sequence:
             finish=self.finish,
             text=tokenizer.decode(np.array(self.tokens), skip_special_tokens=True),  # a list is checked item by item
         )
+
+
+def in_parts(sequences: list[Sequence], most: int) -> list[list[Sequence]]:
+    """What enters an engine together, in order: a group, or as much of it as may run at once (``most``)."""
+    cut: list[list[Sequence]] = []
+    for sequence in sequences:
+        if sequence.index % most == 0:
+            cut.append([])
+        cut[-1].append(sequence)
+    return cut

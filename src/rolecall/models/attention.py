@@ -19,7 +19,11 @@ NAME = "rolecall"
 
 
 class Layout(Protocol):
-    """How the tokens of one forward call attend to each other."""
+    """How the tokens of one forward call attend to each other.
+
+    Some also have ``layer(number)``, the layout of one layer alone: under these a model's layers run compiled (see
+    ``flex.compile_layers``).
+    """
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """query (B, Hq, L, D), key and value (B, Hkv, L, D) of this call's tokens -> output (B, Hq, L, D)."""

@@ -24,7 +24,7 @@ class Rollout:
 
     def __init__(self, config: Config, actor: Actor | None = None):
         self.config, self.actor = config, actor
-        self.engine: Any = engines.launch(config, actor.loaded if actor else None)
+        self.engine: Any = engines.create(config, actor.loaded if actor else None)
         self._receiver: Receiver | None = None
         self._awaited: set[int] = set()  # buckets of an update that have not arrived
         self._unfinished: int | None = None  # the version of an update that was begun

@@ -121,7 +121,7 @@ def _scores(hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tenso
     return scores if bias is None else scores.add_(bias)
 
 
-def fused_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
+def _fused_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
     """One kernel for all of a function's element-wise steps, where its first argument is on a GPU."""
     compiled = torch.compile(function)
 
@@ -132,7 +132,7 @@ def fused_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@fused_on_cuda
+@_fused_on_cuda
 def _normalizer_and_entropy(scores: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """(n, V) logits -> log of the sum of exp(logits / temperature), and the distribution's entropy, (n,) each."""
     peak = scores.amax(1, keepdim=True)
@@ -164,7 +164,7 @@ def _to_scores(
     return -p * outer
 
 
-@fused_on_cuda
+@_fused_on_cuda
 def _to_scores_narrowed(scores: Tensor, *args: Any) -> Tensor:
     """``_to_scores`` in the type given last."""
     *rest, dtype = args

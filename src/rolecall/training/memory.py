@@ -18,7 +18,10 @@ log = logging.getLogger(__name__)
 
 
 def micro_tokens(settings: configuration.Optimizer, model: nn.Module, device: torch.device) -> int:
-    """For training ``model``, of which gradients and optimizer state may still be to come."""
+    """Most tokens of a micro-batch that trains ``model``, whose gradients and optimizer state may not be there yet.
+
+    As configured; else as many as the GPU's free memory holds activations of, in steps of ``LEAST``.
+    """
     if settings.micro_tokens is not None:
         return settings.micro_tokens
     if device.type != "cuda":

@@ -13,7 +13,7 @@ from rolecall.engines.native.sampling import draw
 from rolecall.models.attention import hidden_states
 from rolecall.models.head import logits
 
-# Rows of a captured step: half of the next power of two, three quarters, all of it.
+# Rows of a captured step, powers of two and from 16 on what is half-way to the next: few graphs, few empty rows.
 BUCKETS = [4, 8, *(size for power in range(4, 13) for size in (2**power, 3 * 2 ** (power - 1)))]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from rolecall.engines.local import LocalEngine
 from rolecall.engines.native.cache import Cache, Decode, Prefill
 from rolecall.engines.native.sampling import Batch, draw
-from rolecall.engines.sequence import Sequence
+from rolecall.engines.sequence import Sequence, in_parts
 from rolecall.models import Loaded
 from rolecall.models.attention import hidden_states
 from rolecall.models.head import logits
@@ -35,10 +35,10 @@ class NativeEngine(LocalEngine):
     def generate(self, requests: list[Request]) -> list[Sample]:
         """See ``Engine.generate``."""
         sequences = self.endings.open(requests)
-        waiting = deque(self._parts(sequences))
+        waiting = deque(in_parts(sequences, self.max_sequences))
         rows: list[Sequence] = []  # rows[i] runs in slot i
         batch: Batch | None = None  # of all rows; None: the rows have changed
-        longest = max((len(s.request.prompt) + s.limit for s in sequences), default=0)
+        longest = max((sequence.longest for sequence in sequences), default=0)
         self.cache.reserve(min(self.max_sequences, len(sequences)), longest)
         while waiting or rows:
             if entering := self._enter(waiting, len(rows)):
@@ -54,15 +54,6 @@ class NativeEngine(LocalEngine):
                 self._drop_finished(rows)
                 batch = None
         return [sequence.sample(self.tokenizer) for sequence in sequences]
-
-    def _parts(self, sequences: list[Sequence]) -> list[list[Sequence]]:
-        """What enters together: a group, or as much of it as there are slots."""
-        parts: list[list[Sequence]] = []
-        for sequence in sequences:
-            if sequence.index % self.max_sequences == 0:
-                parts.append([])
-            parts[-1].append(sequence)
-        return parts
 
     def _enter(self, waiting: deque[list[Sequence]], running: int) -> list[list[Sequence]]:
         """The next parts for which slots are free, in order, as many as one prefill takes."""
@@ -92,7 +83,7 @@ class NativeEngine(LocalEngine):
     def _decode(self, rows: list[Sequence], batch: Batch) -> Tensor:
         """One step of all rows: feed the token sampled last; logits (n, V)."""
         positions = batch.prompts + batch.counts - 1
-        longest = max(len(row.request.prompt) + len(row.tokens) - 1 for row in rows)
+        longest = max(row.length for row in rows) - 1
         layout = Decode(self.cache, positions, longest)
         return logits(self.model, hidden_states(self.model, batch.tokens[:, None], positions[:, None], layout)[:, 0])
 
@@ -109,7 +100,7 @@ class NativeEngine(LocalEngine):
         holes = [slot for slot in range(left) if rows[slot].finish]
         movers = [slot for slot in range(left, len(rows)) if not rows[slot].finish]
         if movers:
-            length = max(len(rows[slot].request.prompt) + len(rows[slot].tokens) for slot in movers)
+            length = max(rows[slot].length for slot in movers)
             self.cache.move(movers, holes, length)
             for hole, mover in zip(holes, movers, strict=True):
                 rows[hole] = rows[mover]

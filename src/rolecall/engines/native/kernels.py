@@ -92,33 +92,12 @@ def _(query, key, value, anchor, offsets, table, positions, scale, window):
 
 @triton.jit
 def _attend(
-    query,
-    key,
-    value,
-    anchor,
-    offsets,
-    table,
-    positions,
-    out,
-    sums,
-    stats,
-    scale,
-    query_stride,
-    key_stride,
-    value_stride,
-    table_stride,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
-):
+    query, key, value, anchor, offsets, table, positions, out, sums, stats,
+    scale, query_stride, key_stride, value_stride, table_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP_PAD: tl.constexpr, WIDTH_PAD: tl.constexpr,
+):  # fmt: skip
     """One program: the query heads of one row that share a key/value head, over one split of the row's positions."""
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)

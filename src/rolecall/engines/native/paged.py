@@ -1,6 +1,7 @@
 """The native engine on a GPU: generation on a model's own parameters without a host in the loop."""
 
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -8,7 +9,7 @@ import torch
 from rolecall.engines.local import LocalEngine
 from rolecall.engines.native.decode import Decoder
 from rolecall.engines.native.pages import PAGE, PagedPrefill, Pages, pages_for
-from rolecall.engines.sequence import Sequence
+from rolecall.engines.sequence import Sequence, in_parts
 from rolecall.errors import UserError
 from rolecall.models import Loaded
 from rolecall.models.attention import hidden_states
@@ -19,6 +20,19 @@ from rolecall.samples import Request, Sample
 STEPS = 8  # tokens between two looks at what has ended
 PREFILL_TOKENS = 16384  # prompt tokens in one forward pass, with their padding (a longer prompt goes alone)
 SHARE = 0.8  # of the free memory for the cache; the rest is for prompts' activations
+
+
+@dataclass(slots=True)
+class Running:
+    """A sequence that has a row.
+
+    ``pages``: its own and shared ones, in order. ``count``: tokens of its response, of which ``sequence`` may still
+    lack some that are on the device.
+    """
+
+    sequence: Sequence
+    pages: list[int]
+    count: int
 
 
 class PagedEngine(LocalEngine):
@@ -36,9 +50,7 @@ class PagedEngine(LocalEngine):
         super().__init__(loaded, max_sequences)
         self.pages, self.most_pages = Pages(self.model), pages
         self.decoder = Decoder(self.model, self.pages, self.endings.tokens)
-        self.running: list[Sequence] = []
-        self.taken: list[list[int]] = []  # pages of each
-        self.counts: list[int] = []  # tokens of each, known after every ``_collect``
+        self.running: list[Running] = []  # in the order of the rows
 
     # Not inference_mode: a module may keep a tensor it makes here (rotary caches), and the Actor trains on this model.
     @torch.no_grad()
@@ -53,7 +65,7 @@ class PagedEngine(LocalEngine):
     def _reserve(self, sequences: list[Sequence]) -> None:
         """Rows for these sequences, and pages for as many of them as will run."""
         device = self.model.device
-        sizes = sorted((pages_for(len(s.request.prompt) + s.limit) for s in sequences), reverse=True)
+        sizes = sorted((pages_for(sequence.longest) for sequence in sequences), reverse=True)
         slots = min(self.max_sequences, len(sequences))
         self.decoder.reserve(slots, sizes[0], max(sequence.limit for sequence in sequences))
         self.decoder.rows.expect(sequences)
@@ -67,9 +79,11 @@ class PagedEngine(LocalEngine):
 
     def _run(self, sequences: list[Sequence]) -> None:
         """Generate all of these."""
-        self.running, self.taken, self.counts = [], [], []
+        self.running = []
         self.decoder.rows.keep([])
-        waiting = deque(self._parts(sequences))
+        # The longest prompts first, so that those of one prefill are padded little.
+        parts = in_parts(sequences, self.max_sequences)
+        waiting = deque(sorted(parts, key=lambda part: -len(part[0].request.prompt)))
         try:
             while waiting or self.running:
                 while entering := self._enter(waiting):
@@ -80,24 +94,12 @@ class PagedEngine(LocalEngine):
         finally:
             self.pages.release()
 
-    def _parts(self, sequences: list[Sequence]) -> list[list[Sequence]]:
-        """What enters together: a group, or as much of it as may run. The longest prompts first, so that the padding
-        is small."""
-        parts: list[list[Sequence]] = []
-        for sequence in sequences:
-            if sequence.index % self.max_sequences == 0:
-                parts.append([])
-            parts[-1].append(sequence)
-        return sorted(parts, key=lambda part: -len(part[0].request.prompt))
-
     def _enter(self, waiting: deque[list[Sequence]]) -> list[list[Sequence]]:
         """The next parts for which there are rows and pages, in order, as many as one prefill takes."""
         entering: list[list[Sequence]] = []
         running, longest = len(self.running), 0
         # One page more for each row that may need it: else those that enter would soon have to leave again.
-        spare = len(self.pages.free) - sum(
-            grows(sequence, len(pages)) for sequence, pages in zip(self.running, self.taken, strict=True)
-        )
+        spare = len(self.pages.free) - sum(grows(row.sequence, len(row.pages)) for row in self.running)
         while waiting and running + len(waiting[0]) <= self.max_sequences:
             part = waiting[0]
             longest = max(longest, part[0].length)
@@ -140,15 +142,15 @@ class PagedEngine(LocalEngine):
         rows = self.decoder.rows.put(len(self.running), sequences, entering)
         copies = torch.tensor([len(part) for part in parts], device=hidden.device)
         self.decoder.sample(rows, scores.repeat_interleave(copies, 0))
-        self.running += sequences
-        self.taken += entering
-        self.counts += [len(sequence.tokens) + 1 for sequence in sequences]
+        self.running += [
+            Running(sequence, own, len(sequence.tokens) + 1) for sequence, own in zip(sequences, entering, strict=True)
+        ]
 
     def _grow(self, waiting: deque[list[Sequence]]) -> int:
         """Pages for the next steps of all rows; how many steps. Rows that find none wait again."""
         while True:
-            prompts, limits = np.array([(len(s.request.prompt), s.limit) for s in self.running]).T
-            counts, have = np.array(self.counts), np.array([len(pages) for pages in self.taken])
+            each = [(len(r.sequence.request.prompt), r.sequence.limit, r.count, len(r.pages)) for r in self.running]
+            prompts, limits, counts, have = np.array(each).T
             steps = int((limits - counts).clip(1, STEPS).max())
             last = prompts + np.minimum(counts + steps, limits) - 2  # position that the last step writes
             missing = (last // PAGE + 1 - have).clip(0)
@@ -159,14 +161,14 @@ class PagedEngine(LocalEngine):
         for row in missing.nonzero()[0].tolist():
             pages = self.pages.take(int(missing[row]))
             added += [(row, int(have[row]) + number, page) for number, page in enumerate(pages)]
-            self.taken[row] += pages
+            self.running[row].pages += pages
         self.decoder.rows.add_pages(added)
         return steps
 
     def _leave(self, waiting: deque[list[Sequence]]) -> None:
         """The youngest row gives up its pages and waits, with what it has generated behind its prompt."""
         last = len(self.running) - 1
-        sequence = self.running[last]
+        sequence = self.running[last].sequence
         self._read([last])
         if not sequence.finish:
             waiting.appendleft([sequence])
@@ -174,32 +176,33 @@ class PagedEngine(LocalEngine):
 
     def _collect(self) -> None:
         """See which rows have ended, and let the others move up."""
-        self.counts, done = self.decoder.rows.status(len(self.running))
-        self._read([row for row, s in enumerate(self.running) if done[row] or s.request.sampling.stop])
-        if any(sequence.finish for sequence in self.running):
-            self._keep([row for row, sequence in enumerate(self.running) if not sequence.finish])
+        counts, done = self.decoder.rows.status(len(self.running))
+        for running, count in zip(self.running, counts, strict=True):
+            running.count = count
+        sequences = [running.sequence for running in self.running]
+        self._read([row for row, sequence in enumerate(sequences) if done[row] or sequence.request.sampling.stop])
+        if any(sequence.finish for sequence in sequences):
+            self._keep([row for row, sequence in enumerate(sequences) if not sequence.finish])
 
     def _read(self, rows: list[int]) -> None:
         """Give the sequences of these rows the tokens that they have not got yet."""
         if not rows:
             return
-        start = min(len(self.running[row].tokens) for row in rows)
-        read = self.decoder.rows.read(rows, start, max(self.counts[row] for row in rows))
+        start = min(len(self.running[row].sequence.tokens) for row in rows)
+        read = self.decoder.rows.read(rows, start, max(self.running[row].count for row in rows))
         for row, (tokens, logprobs) in zip(rows, read, strict=True):
-            sequence = self.running[row]
-            new = slice(len(sequence.tokens) - start, self.counts[row] - start)
+            sequence = self.running[row].sequence
+            new = slice(len(sequence.tokens) - start, self.running[row].count - start)
             sequence.extend(tokens[new], logprobs[new], self.endings, self.version)
 
     def _keep(self, rows: list[int]) -> None:
         """These stay, in this order; the pages of the others are free."""
         for row in set(range(len(self.running))) - set(rows):
-            self.pages.give(self.taken[row])
+            self.pages.give(self.running[row].pages)
         self.running = [self.running[row] for row in rows]
-        self.taken = [self.taken[row] for row in rows]
-        self.counts = [self.counts[row] for row in rows]
         self.decoder.rows.keep(rows)
 
 
 def grows(sequence: Sequence, pages: int) -> bool:
     """Whether a response may need more than these pages."""
-    return pages_for(len(sequence.request.prompt) + sequence.limit) > pages
+    return pages_for(sequence.longest) > pages
