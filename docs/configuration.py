@@ -4,7 +4,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from rolecall.config import Cluster, Config, Pool, toml_value
+from rolecall.config import Cluster, Config, Pool
+from rolecall.overrides import toml_value
 
 
 def page() -> str:

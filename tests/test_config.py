@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rolecall.config import PRESETS, Algorithm, Config, parse_overrides
+from rolecall.config import PRESETS, Algorithm, Config
 from rolecall.errors import UserError
+from rolecall.overrides import parse_overrides
 
 DOCS = Path(__file__).parents[1] / "docs"
 

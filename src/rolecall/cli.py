@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 
 import rolecall
-from rolecall.config import Config, parse_overrides
+from rolecall.config import Config
 from rolecall.errors import RunError, UserError, check_known
+from rolecall.overrides import parse_overrides
 
 app = typer.Typer(
     help="Distributed RL post-training: PPO and GRPO for language models, from one laptop to a cluster.",

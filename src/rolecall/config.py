@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
-from datetime import date, time
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,10 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from rolecall.errors import UserError, nearest
+from rolecall.overrides import parse_overrides, put, toml_value
 
 Role = Literal["actor", "critic", "reference", "reward", "rollout"]
 ROLES: tuple[str, ...] = get_args(Role)
 SEPARATE_ENGINES = ("vllm", "sglang")  # with weights of their own: their Rollout has a process to itself
+ENGINES = ("native", "transformers", *SEPARATE_ENGINES)
 
 
 class Section(BaseModel):
@@ -353,13 +353,17 @@ class Config(Section):
         given = overrides if isinstance(overrides, dict) else parse_overrides(overrides or [])
         _change_preset(raw, given)
         for key, value in given.items():
-            _put(raw, key, value)
+            put(raw, key, value)
         raw.setdefault("run", {}).setdefault("dir", f"runs/{file.stem}")
         return cls(**raw)
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         rollout = self.rollout
+        if not rollout.remote and rollout.engine not in ENGINES:
+            raise ValueError(
+                f"rollout.engine: there is no engine {rollout.engine!r}.{nearest(rollout.engine, ENGINES)}"
+            )
         if "" in rollout.stop:
             raise ValueError("rollout.stop holds an empty string, which would end every response at its first token")
         placed = [role for pool in self.cluster.pools.values() for role in pool.roles]
@@ -500,33 +504,6 @@ class Config(Section):
         return "\n".join(lines)
 
 
-def parse_overrides(arguments: list[str]) -> dict[str, Any]:
-    """``["--rollout.max_tokens", "64", "--rollout.stop=['x']"]`` -> ``{"rollout.max_tokens": 64, ...}``."""
-    given, rest = {}, list(arguments)
-    while rest:
-        option = rest.pop(0)
-        if not option.startswith("--") or "." not in option:
-            raise UserError(f"Cannot read {option!r}: overrides are written --section.key value.")
-        key, equals, text = option[2:].partition("=")
-        if not equals:
-            if not rest:
-                raise UserError(f"--{key} has no value: overrides are written --section.key value.")
-            text = rest.pop(0)
-        if not key.startswith("cluster.pools."):  # whose names are the user's
-            key = key.replace("-", "_")
-        given[key] = _value(text)
-    return given
-
-
-def _value(text: str) -> Any:
-    """What TOML reads, else the text itself, as it is for a date: no field is one, and a folder may be named by it."""
-    try:
-        value = tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
-        return text
-    return text if isinstance(value, (date, time)) else value
-
-
 def _placeable(gpus: float) -> float:
     """Whole GPUs, or such a part of one that several fill it: no engine's share lies across two."""
     return math.floor(gpus) if gpus >= 1 else 1 / math.ceil(1 / gpus) if gpus > 0 else 0.0
@@ -553,15 +530,6 @@ def _change_preset(raw: dict[str, Any], overrides: dict[str, Any]) -> None:
         raw["algorithm"] = {key: value for key, value in written.items() if value != preset.get(key)}
 
 
-def _put(raw: dict[str, Any], key: str, value: Any) -> None:
-    *parents, last = key.split(".")
-    for parent in parents:
-        raw = raw.setdefault(parent, {})
-        if not isinstance(raw, dict):
-            raise UserError(f"--{key}: {parent!r} is a value, not a section.")
-    raw[last] = value
-
-
 def _explain(error: ValidationError) -> str:
     """One line a mistake: where, what was given, what is allowed."""
     lines = []
@@ -584,15 +552,3 @@ def _fields_at(where: list[str]) -> list[str]:
             return list(Pool.model_fields)
         kind = kind.model_fields[part].annotation
     return list(kind.model_fields)
-
-
-def toml_value(value: Any) -> str:
-    """``value`` as TOML writes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        # TOML's strings are JSON's, but for DEL.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(toml_value(item) for item in value) + "]"
-    return repr(value)

@@ -4,12 +4,11 @@ import pkgutil
 import warnings
 
 from rolecall import models
-from rolecall.config import SEPARATE_ENGINES, Config
+from rolecall.config import Config
 from rolecall.engines.base import Engine
 from rolecall.engines.native.engine import NativeEngine
 from rolecall.engines.native.paged import PagedEngine
 from rolecall.engines.transformers import TransformersEngine
-from rolecall.errors import UserError, nearest
 from rolecall.models import Loaded
 
 __all__ = ["Engine", "create"]
@@ -34,7 +33,7 @@ def create(config: Config, loaded: Loaded | None = None) -> Engine:
             load one. Other engines have weights of their own in any case.
 
     Raises:
-        UserError: no engine of that name, not installed, or a model that it cannot take.
+        UserError: not installed, or a model that it cannot take.
     """
     rollout = config.rollout
     name = "http://" if rollout.remote else rollout.engine
@@ -42,9 +41,6 @@ def create(config: Config, loaded: Loaded | None = None) -> Engine:
         name += ", LoRA adapter"
     if name in CLASSES:
         return pkgutil.resolve_name(CLASSES[name])(config)
-    if name not in ("native", "transformers"):
-        known = nearest(name, ["native", "transformers", *SEPARATE_ENGINES])
-        raise UserError(f"rollout.engine: there is no engine {name!r}.{known}")
     loaded = loaded or models.load(config.model, models.device())
     if name == "transformers":
         return TransformersEngine(loaded, rollout.max_sequences)
