@@ -190,6 +190,20 @@ def test_linear_layers_with_one_input_compute_together_and_stay_parameters(tiny_
         assert not torch.allclose(changed, before, atol=1e-5)
 
 
+def test_two_engines_on_one_model_compute_with_the_same_weights(tiny_path: Any):
+    from rolecall.config import Model
+
+    model: Any = models.load(Model(path=str(tiny_path), dtype="float32"), "cpu").model
+    first, second = fused.fuse(model), fused.fuse(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+        updated = model(torch.arange(10)[None]).logits
+        for groups in (first, second):
+            with fused.in_use(groups):
+                assert torch.allclose(model(torch.arange(10)[None]).logits, updated, atol=1e-4)
+
+
 def test_pages_are_counted():
     pages = Pages(_shape(torch.float32))
     pages.allocate(3)
