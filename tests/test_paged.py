@@ -1,6 +1,7 @@
 """The native engine's pages and captured steps: the same samples as one row at a time in one block of memory."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3
 
 from rolecall import models
 from rolecall.engines.native import fused
-from rolecall.engines.native.decode import Decoder
+from rolecall.engines.native.decode import BUCKETS, Decoder
 from rolecall.engines.native.engine import NativeEngine
 from rolecall.engines.native.paged import PREFILL_TOKENS, PagedEngine
 from rolecall.engines.native.pages import ALIGNED, PAGE, TRASH, Pages, attend_plainly, pages_for
@@ -306,6 +307,60 @@ def test_a_step_is_captured_once_for_each_bucket_and_kind(tiny_path: Any):
     with torch.no_grad():
         loaded.model.model.norm.weight.mul_(0)
     assert [s.response for s in engine.generate(asked)] != [s.response for s in first]  # it reads weights in place
+
+
+def test_what_fails_while_rows_enter_leaves_rows_that_the_model_can_run(
+    tiny_path: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """On a GPU the rows behind the running ones are computed, too: from tokens that are in the vocabulary."""
+    from rolecall.config import Model
+
+    engine = PagedEngine(models.load(Model(path=str(tiny_path), dtype="float32"), DEVICE), 64)
+    asked = [Request(0, "p", [5] * 40, 8, 0, Sampling(20))]
+    before = engine.generate(asked)
+    sample = engine.decoder.sample
+
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(engine.decoder, "sample", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.generate(asked)
+    monkeypatch.setattr(engine.decoder, "sample", sample)
+    same(engine.generate([Request(0, "p", [5] * 40, 1, 0, Sampling(20))]), before[:1])
+    assert engine.decoder.rows.tokens.min() >= 0
+
+
+def test_a_step_whose_capture_fails_is_captured_again(tiny: Loaded, monkeypatch: pytest.MonkeyPatch):
+    class Graph:
+        replays = 0
+
+        def replay(self) -> None:
+            self.replays += 1
+
+        def pool(self) -> str:
+            return "pool"
+
+    def out_of_memory(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    decoder = Decoder(tiny.model, Pages(tiny.model), [1])
+    decoder.pages.allocate(1)
+    decoder.captures = True
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError), torch.no_grad():
+        decoder.run(1, 8)
+    assert not decoder.graphs
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    with torch.no_grad():
+        decoder.run(1, 8)
+    assert [graph.replays for graph in decoder.graphs.values()] == [7]  # the first of the eight was no replay
+
+
+def test_more_rows_than_the_largest_bucket_wait(tiny: Loaded):
+    asked = [Request(0, "p", [5], BUCKETS[-1] + 1, 0, Sampling(1))]
+    assert len(PagedEngine(tiny, 10_000).generate(asked)) == BUCKETS[-1] + 1
 
 
 def test_decoder_makes_room_only_where_it_lacks_it(tiny: Loaded):

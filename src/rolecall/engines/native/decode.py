@@ -60,11 +60,12 @@ class Decoder:
         if key not in self.graphs:
             self._step(size)  # one of the steps: what compiles or allocates at its first use does it here
             steps -= 1
-            self.graphs[key] = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph()
             # Other roles' threads may use the GPU in the meantime.
-            with torch.cuda.graph(self.graphs[key], pool=self.memory, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
                 self._step(size)
-            self.memory = self.memory or self.graphs[key].pool()
+            self.graphs[key] = graph  # not before: where capturing fails there is none to replay
+            self.memory = self.memory or graph.pool()
         for _ in range(steps):
             self.graphs[key].replay()
 

@@ -76,7 +76,7 @@ def in_use(groups: list[Fused]) -> Iterator[None]:
 
 
 def _joined(parameters: list[nn.Parameter]) -> Tensor:
-    """One tensor, of which they become parts; where they are already, that very one: another engine computes with it."""
+    """One tensor, of which they become parts; where they are already, that one: another engine computes with it."""
     first = parameters[0].data
     ends = accumulate((parameter.nbytes for parameter in parameters), initial=first.data_ptr())
     alike = {parameter.untyped_storage().data_ptr() for parameter in parameters}
