@@ -205,6 +205,21 @@ def test_two_engines_on_one_model_compute_with_the_same_weights(tiny_path: Any):
                 assert torch.allclose(model(torch.arange(10)[None]).logits, updated, atol=1e-4)
 
 
+def test_an_adapter_that_comes_after_the_engine_is_told(tiny_path: Any):
+    """It would be lost without a word: captured steps and fused layers know the layers that there were."""
+    from rolecall.config import Model
+    from rolecall.models import lora
+
+    config = Model(path=str(tiny_path), dtype="float32", lora_rank=2)
+    loaded, asked = models.load(config, "cpu"), [Request(0, "p", [5], 1, 0, Sampling(2))]
+    engine = PagedEngine(loaded, 8)
+    engine.generate(asked)
+    lora.add(loaded.model, config, 0)
+    with pytest.raises(UserError, match="given an adapter after its native engine was made"):
+        engine.generate(asked)
+    assert len(PagedEngine(loaded, 8).generate(asked)) == 1
+
+
 def test_pages_are_counted():
     pages = Pages(_shape(torch.float32))
     pages.allocate(3)

@@ -115,7 +115,7 @@ def why_unsupported(model: nn.Module) -> str | None:
     if other := sorted(layers - {"full_attention", "sliding_attention"}):  # longer inputs would tell, these do not
         return f"{type(model).__name__} has layers of another kind: {', '.join(other)}"
     rotary = getattr(any_model.config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {one.get("rope_type") for one in (rotary, *rotary.values()) if isinstance(one, dict)}
+    kinds: set[Any] = {one.get("rope_type") for one in (rotary, *rotary.values()) if isinstance(one, dict)}
     if varying := sorted(kinds & {"dynamic", "longrope"}):  # again, only longer inputs would tell
         return f"{type(model).__name__} turns positions by the longest sequence beside them (rope_type {varying[0]})"
     before = any_model.config._attn_implementation

@@ -115,7 +115,8 @@ def compile_layers(model: nn.Module) -> None:
     """
     for layer in (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)):
         # A model that reads images has other layers, too, before these; their attention has no number.
-        if numbers := [module.layer_idx for module in layer.modules() if hasattr(module, "layer_idx")]:
+        numbers: list[Any] = [module.layer_idx for module in layer.modules() if hasattr(module, "layer_idx")]
+        if numbers:
             layer.forward = partial(_forward, layer, numbers[0])
 
 
