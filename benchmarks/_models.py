@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from rolecall.errors import UserError, check_known
 from rolecall.files import remove
 from rolecall.models import device
 
@@ -73,6 +74,14 @@ SIZES = {
     "head": Size(896, 4864, 1, 14, 2, True),
     "tiny": Size(64, 192, 2, 2, 1, True, 1024, 4),
 }
+
+
+def check_sizes(sizes: Sequence[str]) -> None:
+    """Refuse what is no size, and where there is no GPU, all that would take hours."""
+    for size in sizes:
+        check_known("size", size, SIZES)
+        if size != "tiny" and device().type == "cpu":
+            raise UserError(f"This benchmark wants a GPU for size {size}, and there is none. To try it: --size tiny.")
 
 
 def make(size: str, folder: Path | None = None) -> Path:

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _gpu, step, write
+from benchmarks import _gpu, _models, step, write
 from benchmarks._gpu import Row
+from rolecall.errors import check_known
 
 KEYS = ("mode", "size")
 MODES = {
@@ -22,6 +23,9 @@ def run(
     steps: Sequence[int] = (5,),
 ) -> dict[str, Any]:
     """Add to ``decoupling.json`` and ``decoupling.md`` under ``out``. Steps are those of the benchmark ``step``."""
+    _models.check_sizes(size)
+    for by in mode:
+        check_known("mode", by, MODES)
     name = "decoupling" if _gpu.machine() != "dry-run" else "decoupling-dry-run"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
     for row, peak in _gpu.measure([step.part(one, by, steps[0]) for one in size for by in mode]):

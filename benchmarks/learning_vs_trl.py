@@ -15,6 +15,7 @@ from rolecall.config import Config
 from rolecall.data import load_prompts
 from rolecall.data.functions import load_function
 from rolecall.engines.transformers import TransformersEngine
+from rolecall.errors import check_known
 from rolecall.loop import evaluation
 from rolecall.loop.run import train
 from rolecall.loop.stages import Context
@@ -42,6 +43,8 @@ def run(
         every: steps between evaluations, which are not timed.
         recipe: for both; without its warm-up, which TRL counts otherwise, and without watching the KL.
     """
+    for by in system:
+        check_known("system", by, COLORS)
     name = NAME if _gpu.machine() != "dry-run" else f"{NAME}-dry-run"
     result = _gpu.earlier(name, out)
     shared = {"steps": steps[0], "every": every[0], "recipe": recipe[0]}

@@ -41,6 +41,7 @@ def run(
     Args:
         lora: of the sizes those that train LoRA adapters; the others train all their weights.
     """
+    _models.check_sizes(size)
     name = f"memory-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
     parts = [Part("benchmarks.memory", {"size": one, "trains": "lora" if one in lora else "all"}) for one in size]

@@ -14,6 +14,7 @@ from benchmarks._gpu import PROMPT, Part, Row
 from benchmarks._models import SIZES, Size
 from rolecall import engines, models
 from rolecall.config import Config
+from rolecall.errors import UserError, check_known
 from rolecall.samples import Request, Sampling
 
 GROUP = 8
@@ -40,6 +41,14 @@ def run(
         lengths: "fixed", all of the longest; "geometric" of a mean of a quarter of that, cut at the longest.
         repeats: after one to warm up; the median counts.
     """
+    _models.check_sizes(size)
+    for by in system:
+        check_known("system", by, ("native", "vllm"))
+    for kind in lengths:
+        check_known("lengths", kind, ("fixed", "geometric"))
+    for count in n:
+        if count < GROUP or count % GROUP:
+            raise UserError(f"--n {count}: sequences come in groups of {GROUP}.")
     name = f"rollout-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
     shared = {"n": list(n), "lengths": list(lengths), "repeats": repeats[0]}

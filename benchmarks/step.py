@@ -11,6 +11,7 @@ from benchmarks._gpu import PROMPT, Part, Row
 from rolecall import cluster, models
 from rolecall.config import Config
 from rolecall.data import Sampler, load_prompts
+from rolecall.errors import UserError, check_known
 from rolecall.loop.stages import Context, synchronise
 from rolecall.loop.synchronous import take_step
 from rolecall.telemetry.logs import STAGES
@@ -41,6 +42,9 @@ def run(
             "trl-sleep" (which gives its memory up while it trains), "trl-generate" (transformers' generate).
         steps: the first two do not count.
     """
+    _models.check_sizes(size)
+    for by in system:
+        check_known("system", by, ("rolecall", *TRL))
     name = f"step-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
     parts = [part(one, by, steps[0]) for one in size for by in system]
@@ -54,6 +58,8 @@ def run(
 
 def part(size: str, system: str, steps: int) -> Part:
     """One row's measurement. ``system``: one of ``TRL``, "rolecall", or the engine that Rolecall is to use."""
+    if steps <= WARMUP:
+        raise UserError(f"--steps {steps}: the first {WARMUP} do not count.")
     arguments = {"size": size, "system": system, "steps": steps}
     return Part("benchmarks.step", arguments, timeout=480.0)
 

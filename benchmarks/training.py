@@ -35,6 +35,7 @@ def run(
             2,048.
         micro_tokens: ``actor.micro_tokens`` of the other sizes: one row for each.
     """
+    _models.check_sizes(size)
     name = f"training-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": [], "head": []} | _gpu.earlier(name, out)
     shapes = [(one, tokens if one == "head" else micro_tokens) for one in size]

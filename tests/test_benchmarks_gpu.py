@@ -109,6 +109,35 @@ def test_options_of_a_benchmark_have_the_type_of_their_default():
             _lists(wrong, rollout.run)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refused without a GPU")
+@pytest.mark.parametrize("benchmark", [decoupling, memory, rollout, step, training])
+def test_without_a_gpu_a_benchmark_does_not_begin(benchmark, tmp_path):
+    with pytest.raises(UserError, match=r"GPU for size (0\.5B|3B), and there is none. To try it: --size tiny"):
+        benchmark.run(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "given", "says"),
+    [
+        (training, {"size": ["9B"]}, "Unknown size '9B'"),
+        (rollout, {"system": ["vlm"]}, "Unknown system 'vlm'. Did you mean 'vllm'"),
+        (rollout, {"lengths": ["geometrical"]}, "Did you mean 'geometric'"),
+        (rollout, {"n": [64, 100]}, "--n 100: sequences come in groups of 8"),
+        (rollout, {"n": [0]}, "--n 0"),
+        (step, {"system": ["trl-sleeps"]}, "Did you mean 'trl-sleep'"),
+        (step, {"steps": [2]}, "--steps 2: the first 2 do not count"),
+        (decoupling, {"mode": ["vlm"]}, "Unknown mode 'vlm'. Did you mean 'vllm'"),
+        (decoupling, {"steps": [1]}, "--steps 1"),
+        (learning_vs_trl, {"system": ["tlr"]}, "Did you mean 'trl'"),
+    ],
+)
+def test_what_a_benchmark_cannot_measure_is_told_before_it_begins(benchmark, given, says, tmp_path):
+    size = {} if benchmark is learning_vs_trl else {"size": ["tiny"]}
+    with pytest.raises(UserError, match=says):
+        benchmark.run(tmp_path, **size | given)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_size_counts_what_the_model_has(size):
     shape = SIZES[size]

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_mask
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from rolecall.config import Config
 from rolecall.models import flex
@@ -26,7 +27,7 @@ from rolecall.training import packing
 from rolecall.training.logprobs import response_hidden, sample_logprobs
 from rolecall.training.memory import activation_bytes
 from rolecall.training.packing import micro_batches
-from test_packing import make
+from test_packing import SHAPE, make
 from training_samples import gradients, sample, uneven
 
 
@@ -157,6 +158,17 @@ def test_generate_runs_the_layers_as_they_are(compiler):
     compile_layers(model)
     assert torch.equal(model.generate(tokens, max_new_tokens=5, do_sample=False), before)
     assert compiler.frame_count == 0
+
+
+def test_layers_are_numbered_as_their_attention_is_whatever_stands_before_them():
+    """A Gemma that reads images: its vision layers come first and are left alone."""
+    text = {**SHAPE, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    image = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    ids = {"boi_token_index": 13, "eoi_token_index": 14, "image_token_index": 15}
+    model: Any = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=image, **ids))
+    compile_layers(model)
+    numbers = {name: module.forward.args[1] for name, module in model.named_modules() if "forward" in vars(module)}
+    assert numbers == {f"model.language_model.layers.{number}": number for number in (0, 1)}
 
 
 # Memory. -----------------------------------------------------------------------------------------------------------

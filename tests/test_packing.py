@@ -51,6 +51,14 @@ def loaded(request) -> Loaded:
     return make(request.param)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_that_depend_on_the_longest_sequence_are_not_packed(kind: str):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 8}
+    rotary = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0} | (factors if kind == "longrope" else {})
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, rope_parameters=rotary, **SHAPE))
+    assert f"(rope_type {kind})" in why_unsupported(model)
+
+
 def test_a_group_is_one_segment_with_its_prompt_once():
     samples = [sample(index=0, response=[9, 10, 1]), sample(index=1, response=[11, 1])]
     (micro,) = micro_batches(samples, 100, packed=True)

@@ -1,6 +1,7 @@
 """The native engine's pages and captured steps: the same samples as one row at a time in one block of memory."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3
 from rolecall import models
 from rolecall.config import Model
 from rolecall.engines.native import fused
-from rolecall.engines.native.decode import Decoder
+from rolecall.engines.native.decode import BUCKETS, Decoder
 from rolecall.engines.native.engine import NativeEngine
 from rolecall.engines.native.paged import PREFILL_TOKENS, PagedEngine
 from rolecall.engines.native.pages import ALIGNED, PAGE, TRASH, Pages, attend_plainly, pages_for
@@ -187,6 +188,35 @@ def test_linear_layers_with_one_input_compute_together_and_stay_parameters(tiny_
         assert not torch.allclose(changed, before, atol=1e-5)
 
 
+def test_two_engines_on_one_model_compute_with_the_same_weights(tiny_path: Any):
+    from rolecall.config import Model
+
+    model: Any = models.load(Model(path=str(tiny_path), dtype="float32"), "cpu").model
+    first, second = fused.fuse(model), fused.fuse(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+        updated = model(torch.arange(10)[None]).logits
+        for groups in (first, second):
+            with fused.in_use(groups):
+                assert torch.allclose(model(torch.arange(10)[None]).logits, updated, atol=1e-4)
+
+
+def test_an_adapter_that_comes_after_the_engine_is_told(tiny_path: Any):
+    """It would be lost without a word: captured steps and fused layers know the layers that there were."""
+    from rolecall.config import Model
+    from rolecall.models import lora
+
+    config = Model(path=str(tiny_path), dtype="float32", lora_rank=2)
+    loaded, asked = models.load(config, "cpu"), [Request(0, "p", [5], 1, 0, Sampling(2))]
+    engine = PagedEngine(loaded, 8)
+    engine.generate(asked)
+    lora.add(loaded.model, config, 0)
+    with pytest.raises(UserError, match="given an adapter after its native engine was made"):
+        engine.generate(asked)
+    assert len(PagedEngine(loaded, 8).generate(asked)) == 1
+
+
 def test_pages_are_counted():
     pages = Pages(_shape(torch.float32))
     pages.allocate(3)
@@ -287,6 +317,60 @@ def test_a_step_is_captured_once_for_each_bucket_and_kind(tiny_path: Any):
     with torch.no_grad():
         loaded.model.model.norm.weight.mul_(0)
     assert [s.response for s in engine.generate(asked)] != [s.response for s in first]  # it reads weights in place
+
+
+def test_what_fails_while_rows_enter_leaves_rows_that_the_model_can_run(
+    tiny_path: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """On a GPU the rows behind the running ones are computed, too: from tokens that are in the vocabulary."""
+    from rolecall.config import Model
+
+    engine = PagedEngine(models.load(Model(path=str(tiny_path), dtype="float32"), DEVICE), 64)
+    asked = [Request(0, "p", [5] * 40, 8, 0, Sampling(20))]
+    before = engine.generate(asked)
+    sample = engine.decoder.sample
+
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(engine.decoder, "sample", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.generate(asked)
+    monkeypatch.setattr(engine.decoder, "sample", sample)
+    same(engine.generate([Request(0, "p", [5] * 40, 1, 0, Sampling(20))]), before[:1])
+    assert engine.decoder.rows.tokens.min() >= 0
+
+
+def test_a_step_whose_capture_fails_is_captured_again(tiny: Loaded, monkeypatch: pytest.MonkeyPatch):
+    class Graph:
+        replays = 0
+
+        def replay(self) -> None:
+            self.replays += 1
+
+        def pool(self) -> str:
+            return "pool"
+
+    def out_of_memory(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    decoder = Decoder(tiny.model, Pages(tiny.model), [1])
+    decoder.pages.allocate(1)
+    decoder.captures = True
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError), torch.no_grad():
+        decoder.run(1, 8)
+    assert not decoder.graphs
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    with torch.no_grad():
+        decoder.run(1, 8)
+    assert [graph.replays for graph in decoder.graphs.values()] == [7]  # the first of the eight was no replay
+
+
+def test_more_rows_than_the_largest_bucket_wait(tiny: Loaded):
+    asked = [Request(0, "p", [5], BUCKETS[-1] + 1, 0, Sampling(1))]
+    assert len(PagedEngine(tiny, 10_000).generate(asked)) == BUCKETS[-1] + 1
 
 
 def test_decoder_makes_room_only_where_it_lacks_it(tiny: Loaded):

@@ -24,6 +24,24 @@ def settings(model: Path, **sections: Any) -> Config:
     return Config(model={"path": str(model), "dtype": "float32"}, **sections)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_an_interrupted_update_has_computed_is_no_part_of_the_next(tiny_path, monkeypatch, dtype):
+    """Interrupted in the second of several micro-batches, as in a notebook; then asked again."""
+    config = Config(model={"path": str(tiny_path), "dtype": dtype}, actor={"micro_tokens": 30})
+    whole, interrupted = Actor(config), Actor(config)
+    batches = iter([interrupted._loss])
+
+    def loss(*args: Any, **options: Any) -> Any:
+        if first := next(batches, None):
+            return first(*args, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(interrupted, "_loss", loss)
+        interrupted.update(uneven())
+    assert interrupted.update(uneven())["policy/grad_norm"] == whole.update(uneven())["policy/grad_norm"]
+
+
 # The schedule ends with the run. -----------------------------------------------------------------------------------
 
 

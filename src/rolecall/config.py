@@ -361,9 +361,8 @@ class Config(Section):
     def _consistent(self) -> Config:
         rollout = self.rollout
         if not rollout.remote and rollout.engine not in ENGINES:
-            raise ValueError(
-                f"rollout.engine: there is no engine {rollout.engine!r}.{nearest(rollout.engine, ENGINES)}"
-            )
+            known = nearest(rollout.engine, ENGINES)
+            raise UserError(f"rollout.engine: there is no engine {rollout.engine!r}.{known}")
         if "" in rollout.stop:
             raise ValueError("rollout.stop holds an empty string, which would end every response at its first token")
         placed = [role for pool in self.cluster.pools.values() for role in pool.roles]

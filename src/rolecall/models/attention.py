@@ -118,6 +118,10 @@ def why_unsupported(model: nn.Module) -> str | None:
     layers = set(getattr(any_model.config, "layer_types", None) or [])
     if other := sorted(layers - {"full_attention", "sliding_attention"}):  # longer inputs would tell, these do not
         return f"{type(model).__name__} has layers of another kind: {', '.join(other)}"
+    rotary = getattr(any_model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds: set[Any] = {one.get("rope_type") for one in (rotary, *rotary.values()) if isinstance(one, dict)}
+    if varying := sorted(kinds & {"dynamic", "longrope"}):  # again, only longer inputs would tell
+        return f"{type(model).__name__} turns positions by the longest sequence beside them (rope_type {varying[0]})"
     before = any_model.config._attn_implementation
     device = next(model.parameters()).device
     vocabulary = any_model.get_input_embeddings().weight.shape[0]

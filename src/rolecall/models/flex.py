@@ -113,9 +113,11 @@ def compile_layers(model: nn.Module) -> None:
     They share what is compiled: once for each kind of layer and layout, with and without gradients, whatever the
     lengths. Called in any other way (generate, prompts that enter the native engine) they run as they are.
     """
-    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
-    for number, layer in enumerate(layers):
-        layer.forward = partial(_forward, layer, number)
+    for layer in (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)):
+        # A model that reads images has other layers, too, before these; their attention has no number.
+        numbers: list[Any] = [module.layer_idx for module in layer.modules() if hasattr(module, "layer_idx")]
+        if numbers:
+            layer.forward = partial(_forward, layer, numbers[0])
 
 
 def _forward(module: nn.Module, number: int, *args: Any, **kwargs: Any) -> Any:

@@ -49,6 +49,10 @@ class Optimizer:
         fall = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}
         return self.config.lr * fall[self.config.schedule]
 
+    def zero_grad(self) -> None:
+        """Forget what gradients there are."""
+        self._adam.zero_grad()
+
     @torch.no_grad()
     def step(self) -> dict[str, float]:
         """Clip, update and clear the gradients.
@@ -62,7 +66,7 @@ class Optimizer:
         gradients = [master.grad for master in self._masters if master.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         if not norm.isfinite():
-            self._adam.zero_grad()
+            self.zero_grad()
             raise RunError(
                 f"Gradient norm is {norm.item()} at optimizer step {self.steps}; the weights were left as they are. "
                 "Lower the learning rate, or look at the rewards and log-probabilities of this step."
@@ -72,7 +76,7 @@ class Optimizer:
         for group in self._adam.param_groups:
             group["lr"] = lr
         self._adam.step()
-        self._adam.zero_grad()
+        self.zero_grad()
         if mastered := self._mastered():
             weights, masters = zip(*mastered, strict=True)
             torch._foreach_copy_(weights, masters)

@@ -120,6 +120,7 @@ class Trained:
 
     def _accumulate(self, samples: list[Sample], totals: Totals, loss: Loss) -> list[Mapping[str, float | Tensor]]:
         """Backward through every micro-batch; their metrics."""
+        self.optimizer.zero_grad()  # of an update that was interrupted, or ran out of memory
         parts = []
         packed, window = self.loaded.packed, self.loaded.window
         micros = micro_batches(samples, self.micro_tokens, packed=packed, device=self.device, window=window)

@@ -10,6 +10,7 @@ from rolecall.engines.native.fused import fuse, in_use
 from rolecall.engines.native.pages import PagedDecode, Pages
 from rolecall.engines.native.rows import Rows
 from rolecall.engines.native.sampling import draw
+from rolecall.errors import UserError
 from rolecall.models.attention import hidden_states
 from rolecall.models.head import logits
 
@@ -37,11 +38,21 @@ class Decoder:
         if self.captures:
             importlib.import_module("rolecall.engines.native.kernels")  # needs Triton; registers what layouts call
         self.fused = fuse(model) if self.captures else []
+        self.addresses = _addresses(model)
         self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         self.memory: Any = None  # that the graphs share
 
     def reserve(self, slots: int, pages: int, longest: int) -> None:
-        """Rows of at least this many, pages each, and response tokens."""
+        """Rows of at least this many, pages each, and response tokens.
+
+        Raises:
+            UserError: the model's weights are not where they were.
+        """
+        if _addresses(self.model) != self.addresses:  # graphs and fused layers would go on reading the old ones
+            raise UserError(
+                "The model was moved, converted or given an adapter after its native engine was made. Make the engine "
+                "after that."
+            )
         rows = self.rows
         if rows.slots < slots or rows.pages < pages or rows.longest < longest:
             self.graphs.clear()
@@ -60,11 +71,12 @@ class Decoder:
         if key not in self.graphs:
             self._step(size)  # one of the steps: what compiles or allocates at its first use does it here
             steps -= 1
-            self.graphs[key] = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph()
             # Other roles' threads may use the GPU in the meantime.
-            with torch.cuda.graph(self.graphs[key], pool=self.memory, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
                 self._step(size)
-            self.memory = self.memory or self.graphs[key].pool()
+            self.graphs[key] = graph  # not before: where capturing fails there is none to replay
+            self.memory = self.memory or graph.pool()
         for _ in range(steps):
             self.graphs[key].replay()
 
@@ -79,3 +91,7 @@ class Decoder:
     def sample(self, rows: Rows, scores: Tensor) -> None:
         """Draw the next token of these rows from their logits (n, V)."""
         rows.record(*draw(scores, rows, self.ends), self.is_end)
+
+
+def _addresses(model: Any) -> list[int]:
+    return [parameter.data_ptr() for parameter in model.parameters()]

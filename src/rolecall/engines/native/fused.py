@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -63,10 +64,10 @@ def fuse(model: nn.Module) -> list[Fused]:
 @contextmanager
 def in_use(groups: list[Fused]) -> Iterator[None]:
     """Within it the linear layers of these groups compute together."""
-    for group in groups:
-        for number, name in enumerate(group.linears):
-            setattr(group.owner, name, _Part(group, number))
     try:
+        for group in groups:
+            for number, name in enumerate(group.linears):
+                setattr(group.owner, name, _Part(group, number))
         yield
     finally:
         for group in groups:
@@ -75,6 +76,12 @@ def in_use(groups: list[Fused]) -> Iterator[None]:
 
 
 def _joined(parameters: list[nn.Parameter]) -> Tensor:
+    """One tensor, of which they become parts; where they are already, that one: another engine computes with it."""
+    first = parameters[0].data
+    ends = accumulate((parameter.nbytes for parameter in parameters), initial=first.data_ptr())
+    alike = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    if len(alike) == 1 and all(p.data_ptr() == end for p, end in zip(parameters, ends, strict=False)):
+        return first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
     whole = torch.cat([parameter.data for parameter in parameters])
     for parameter, part in zip(parameters, whole.split([len(parameter) for parameter in parameters]), strict=True):
         parameter.data = part

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from rolecall.engines.local import LocalEngine
-from rolecall.engines.native.decode import Decoder
+from rolecall.engines.native.decode import BUCKETS, Decoder
 from rolecall.engines.native.pages import PAGE, PagedPrefill, Pages, pages_for
 from rolecall.engines.sequence import Sequence, in_parts
 from rolecall.errors import UserError
@@ -47,7 +47,7 @@ class PagedEngine(LocalEngine):
     """
 
     def __init__(self, loaded: Loaded, max_sequences: int, pages: int | None = None):
-        super().__init__(loaded, max_sequences)
+        super().__init__(loaded, min(max_sequences, BUCKETS[-1]))
         self.pages, self.most_pages = Pages(self.model), pages
         self.decoder = Decoder(self.model, self.pages, self.endings.tokens)
         self.running: list[Running] = []  # in the order of the rows

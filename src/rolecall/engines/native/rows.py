@@ -10,6 +10,8 @@ from rolecall.engines.native.sampling import Batch
 from rolecall.engines.sequence import Sequence
 
 PARAMETERS = ("tokens", "prompts", "counts", "seeds", "min_tokens", "top_k", "greedy", "temperature", "top_p")
+# What an empty row computes with: the model runs it beside the others, so its token is one that exists.
+EMPTY = {"tokens": 0, "prompts": 1, "counts": 0, "min_tokens": 0, "temperature": 1.0, "done": True, "table": TRASH}
 
 
 class Rows(Batch):
@@ -88,9 +90,8 @@ class Rows(Batch):
         left = len(rows)
         for tensor in self.fields.values():
             tensor[:left] = tensor[index]
-        for name, empty in (("prompts", 1), ("counts", 0), ("min_tokens", 0), ("temperature", 1.0), ("done", True)):
+        for name, empty in EMPTY.items():
             self.fields[name][left:] = empty
-        self.table[left:] = TRASH
 
     def status(self, n: int) -> tuple[list[int], list[bool]]:
         """Of the first ``n``: tokens generated, and whether they are done."""
