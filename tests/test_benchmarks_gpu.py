@@ -3,8 +3,12 @@
 import json
 import os
 import statistics
+import subprocess
+import sys
 import textwrap
+import time
 
+import psutil
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -76,6 +80,31 @@ def test_a_part_that_fails_or_hangs_is_named_at_the_end_and_the_others_are_run(m
     said = capsys.readouterr().out
     assert said.count("the last thing it said") == 2
     assert "ValueError: no luck" in said
+
+
+def test_a_part_ends_with_the_benchmark_that_is_killed(module, tmp_path):
+    name = module(
+        f"""
+        def measure():
+            open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()) + "\\n")
+            yield {{}}
+            time.sleep(600)
+        """
+    )
+    run = f"from benchmarks import _gpu; list(_gpu.measure([_gpu.Part({name!r}, {{}})]))"
+    benchmark = subprocess.Popen([sys.executable, "-c", run])
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"))
+    part = int((tmp_path / "pid").read_text())
+    benchmark.kill()
+    benchmark.wait()
+    wait_for(lambda: not psutil.pid_exists(part) or psutil.Process(part).status() == psutil.STATUS_ZOMBIE)
+
+
+def wait_for(done, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.1)
 
 
 def test_what_the_driver_says_of_a_gpu(tmp_path, monkeypatch):
