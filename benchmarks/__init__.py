@@ -5,6 +5,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from rolecall.files import atomic_write
 from rolecall.telemetry.versions import collect, installed
 
 COMPARED = ("vllm", "trl")
@@ -23,7 +24,7 @@ def write(name: str, result: dict[str, Any], table: str, out: Path, command: str
         "date": date.today().isoformat(),
     }
     (out / "results").mkdir(parents=True, exist_ok=True)
-    (out / "results" / f"{name}.json").write_text(json.dumps({**result, **origin}, indent=2) + "\n")
+    atomic_write(out / "results" / f"{name}.json", json.dumps({**result, **origin}, indent=2) + "\n")
     lines = [f"# {name}", "", table, "", f"`{origin['command']}`, {origin['date']}", ""]
     lines += ["| where | |", "|---|---|", *(f"| {key} | {value} |" for key, value in origin["machine"].items())]
-    (out / f"{name}.md").write_text("\n".join(lines) + "\n")
+    atomic_write(out / f"{name}.md", "\n".join(lines) + "\n")

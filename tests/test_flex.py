@@ -19,8 +19,9 @@ from torch.nn.attention.flex_attention import create_mask
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from rolecall.config import Config
-from rolecall.models import flex
-from rolecall.models.flex import BLOCK, BlockSparse, compile_layers
+from rolecall.models import compiled, flex
+from rolecall.models.compiled import compile_layers
+from rolecall.models.flex import BLOCK, BlockSparse
 from rolecall.models.load import Loaded
 from rolecall.roles.actor import Actor
 from rolecall.training import packing
@@ -44,7 +45,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     attention = flex._attention._torchdynamo_orig_callable
     monkeypatch.setattr(flex, "_attention", torch.compile(attention, dynamic=True, fullgraph=True))
     torch._dynamo.reset()
-    flex._compiled.cache_clear()
+    compiled._compiled.cache_clear()
     return counter
 
 

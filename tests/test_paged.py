@@ -189,8 +189,6 @@ def test_linear_layers_with_one_input_compute_together_and_stay_parameters(tiny_
 
 
 def test_two_engines_on_one_model_compute_with_the_same_weights(tiny_path: Any):
-    from rolecall.config import Model
-
     model: Any = models.load(Model(path=str(tiny_path), dtype="float32"), "cpu").model
     first, second = fused.fuse(model), fused.fuse(model)
     with torch.no_grad():
@@ -323,8 +321,6 @@ def test_what_fails_while_rows_enter_leaves_rows_that_the_model_can_run(
     tiny_path: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """On a GPU the rows behind the running ones are computed, too: from tokens that are in the vocabulary."""
-    from rolecall.config import Model
-
     engine = PagedEngine(models.load(Model(path=str(tiny_path), dtype="float32"), DEVICE), 64)
     asked = [Request(0, "p", [5] * 40, 8, 0, Sampling(20))]
     before = engine.generate(asked)
@@ -379,5 +375,21 @@ def test_decoder_makes_room_only_where_it_lacks_it(tiny: Loaded):
     rows = decoder.rows
     decoder.reserve(8, 2, 20)
     assert decoder.rows is rows and rows.slots == 8
-    decoder.reserve(2, 2, 21)
-    assert (decoder.rows.slots, decoder.rows.pages, decoder.rows.longest) == (8, 3, 21)
+    decoder.reserve(2, 4, 33)
+    assert (decoder.rows.slots, decoder.rows.pages, decoder.rows.longest) == (8, 4, 64)
+
+
+def test_memory_in_pieces_gives_fewer_pages(tiny: Loaded, monkeypatch: pytest.MonkeyPatch):
+    asked = [Request(0, "p", [5] * 40, 4, 0, Sampling(60, min_tokens=60))]
+    tried: list[int] = []
+    allocate = Pages.allocate
+
+    def scarce(self: Pages, count: int) -> None:
+        tried.append(count)
+        if count > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        allocate(self, count)
+
+    monkeypatch.setattr(Pages, "allocate", scarce)
+    same(PagedEngine(tiny, 8).generate(asked), NativeEngine(tiny, 8).generate(asked))
+    assert tried == [16, 8, 4]  # a response and its prompt have 100 tokens, so four pages each

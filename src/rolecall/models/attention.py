@@ -22,7 +22,7 @@ class Layout(Protocol):
     """How the tokens of one forward call attend to each other.
 
     Some also have ``layer(number)``, the layout of one layer alone: under these a model's layers run compiled (see
-    ``flex.compile_layers``).
+    ``compiled.compile_layers``).
     """
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:

@@ -1,18 +1,16 @@
-"""Packed sequences on a GPU: one attention kernel for all segments that skips what is masked, and compiled layers.
+"""Packed sequences on a GPU: one attention kernel for all segments, which skips what is masked.
 
 The kernel is FlexAttention (arXiv:2412.05496): of all tiles of 128 queries x 128 keys it computes those that a block
 mask lists. The list comes from where each part begins and ends: no mask of tokens x tokens exists anywhere.
 """
 
-from functools import cache, partial
+from functools import partial
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 BLOCK = 128
 
@@ -105,30 +103,3 @@ def put(values: list[int] | np.ndarray | Tensor, device: torch.device | str) -> 
     if torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-def compile_layers(model: nn.Module) -> None:
-    """Let the model's decoder layers run compiled where they are called with a layout that has one for each layer.
-
-    They share what is compiled: once for each kind of layer and layout, with and without gradients, whatever the
-    lengths. Called in any other way (generate, prompts that enter the native engine) they run as they are.
-    """
-    for layer in (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)):
-        # A model that reads images has other layers, too, before these; their attention has no number.
-        numbers: list[Any] = [module.layer_idx for module in layer.modules() if hasattr(module, "layer_idx")]
-        if numbers:
-            layer.forward = partial(_forward, layer, numbers[0])
-
-
-def _forward(module: nn.Module, number: int, *args: Any, **kwargs: Any) -> Any:
-    forward = type(module).forward
-    if hasattr(kwargs.get("layout"), "layer"):
-        kwargs["layout"] = kwargs["layout"].layer(number)  # here, so that compiled code does not know the number
-        forward = _compiled(forward)
-    return forward(module, *args, **kwargs)
-
-
-@cache
-def _compiled(forward: Any) -> Any:
-    # Only lengths are dynamic: a layer's epsilon and the like are constants.
-    return torch._dynamo.config.patch(specialize_float=True)(torch.compile(forward, dynamic=True))

@@ -22,7 +22,7 @@ from rolecall import config as configuration
 from rolecall.errors import UserError, nearest
 from rolecall.files import atomic_folder
 from rolecall.models.attention import why_unsupported
-from rolecall.models.flex import compile_layers
+from rolecall.models.compiled import compile_layers
 
 # Each module's make(folder) writes the model.
 BUILT_IN = {"smollm2-135m-instruct": "rolecall.models.smollm2", "tiny": "rolecall.models.tiny"}

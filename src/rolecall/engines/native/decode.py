@@ -58,7 +58,11 @@ class Decoder:
             self.graphs.clear()
             self.memory = None
             slots = next(size for size in BUCKETS if size >= max(slots, rows.slots))
-            self.rows = Rows(slots, max(pages, rows.pages), max(longest, rows.longest), self.ends.device)
+            # Not just as large: a prompt of one token more would cost all graphs again.
+            pages, longest = (
+                1 << (size - 1).bit_length() for size in (max(pages, rows.pages), max(longest, rows.longest))
+            )
+            self.rows = Rows(slots, pages, longest, self.ends.device)
 
     def run(self, running: int, steps: int) -> None:
         """``steps`` tokens of the first ``running`` rows."""

@@ -75,7 +75,17 @@ class PagedEngine(LocalEngine):
                 f"The KV cache has room for {most} pages of {PAGE} tokens; one response with its prompt may need "
                 f"{sizes[0]}. Lower rollout.max_tokens, use a smaller model, or free memory of {device}."
             )
-        self.pages.allocate(min(most, sum(sizes[: self.max_sequences])))
+        self._allocate(min(most, sum(sizes[: self.max_sequences])), sizes[0])
+
+    def _allocate(self, count: int, least: int) -> None:
+        """That many pages, or fewer where the free memory lies in pieces."""
+        while True:
+            try:
+                return self.pages.allocate(count)
+            except torch.OutOfMemoryError:
+                if count == least:
+                    raise
+                count = max(least, count // 2)
 
     def _run(self, sequences: list[Sequence]) -> None:
         """Generate all of these."""

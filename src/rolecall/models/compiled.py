@@ -1,0 +1,37 @@
+"""Compiled decoder layers: the code of one serves all, in training and in the decode step of the native engine."""
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Let the model's decoder layers run compiled where they are called with a layout that has one for each layer.
+
+    They share what is compiled: once for each kind of layer and layout, with and without gradients, whatever the
+    lengths. Called in any other way (generate, prompts that enter the native engine) they run as they are.
+    """
+    for layer in (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)):
+        # A model that reads images has other layers, too, before these; their attention has no number.
+        numbers: list[Any] = [module.layer_idx for module in layer.modules() if hasattr(module, "layer_idx")]
+        if numbers:
+            layer.forward = partial(_forward, layer, numbers[0])
+
+
+def _forward(module: nn.Module, number: int, *args: Any, **kwargs: Any) -> Any:
+    forward = type(module).forward
+    if hasattr(kwargs.get("layout"), "layer"):
+        kwargs["layout"] = kwargs["layout"].layer(number)  # here, so that compiled code does not know the number
+        forward = _compiled(forward)
+    return forward(module, *args, **kwargs)
+
+
+@cache
+def _compiled(forward: Any) -> Any:
+    # Only lengths are dynamic: a layer's epsilon and the like are constants. A layer has several forms (two windows,
+    # with and without gradients, in training and in the decode step): past the limit it would silently run as it is.
+    patch = torch._dynamo.config.patch(specialize_float=True, recompile_limit=16)
+    return patch(torch.compile(forward, dynamic=True))
