@@ -114,7 +114,7 @@ def main() -> None:
         sys.exit(2 if isinstance(error, UserError) else 1)
     except SystemExit as end:
         if end.code == 130:  # what typer makes of Ctrl-C
-            _complain("Stopped. A run continues from its newest checkpoint with --resume.")
+            _complain("Stopped. It continues from its newest checkpoint: rolecall train RUN/config.toml --resume.")
         raise
 
 

@@ -192,7 +192,8 @@ def _pack(segments: list[list[Sample]], device: torch.device | str, window: int 
 
 def _skips_blocks(device: torch.device | str) -> bool:
     """Whether attention there is one kernel for all segments: on a CPU a call for each with a mask is faster."""
-    return torch.device(device).type == "cuda"
+    # (Nor without compilation, where FlexAttention would make the scores of all tokens x tokens.)
+    return torch.device(device).type == "cuda" and not torch._dynamo.config.disable
 
 
 def _shared_prefix_mask(lengths: list[int]) -> Tensor:
