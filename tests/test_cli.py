@@ -157,7 +157,7 @@ def test_ctrl_c_says_how_to_go_on(rolecall, monkeypatch):
 
     monkeypatch.setattr("rolecall.doctor.main", interrupted)
     code, _, err = rolecall("doctor")
-    assert code == 130 and "Stopped. It continues from its newest checkpoint: rolecall train RUN/config.toml --resume." in err
+    assert code == 130 and "from its newest checkpoint: rolecall train RUN/config.toml --resume." in err
 
 
 def test_help_lists_every_command(rolecall):
