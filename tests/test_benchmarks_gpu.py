@@ -301,10 +301,9 @@ def test_a_step_beside_trls_tried_on_a_cpu(tmp_path):
 
 @pytest.mark.slow
 def test_decoupling_tried_on_a_cpu(tmp_path):
-    decoupling.run(tmp_path, size=["tiny"], mode=["transformers", "native"], steps=[3])
+    decoupling.run(tmp_path, size=["tiny"], mode=["native"], steps=[3])
     lines, figures = table(tmp_path, "decoupling")
-    assert [row["mode"] for row in figures["rows"]] == ["transformers", "native"]
-    assert all("generate" in line for line in lines[2:4])
+    assert [row["mode"] for row in figures["rows"]] == ["native"] and "generate" in lines[2]
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def test_no_step_when_nothing_is_left(settings):
     actor = Actor(settings())
     before = weights(actor)
     metrics = actor.update([sample(advantages=[0.0] * 3), sample(1, response=[], advantages=[])])
-    assert metrics == {"policy/skipped_samples": 2}
+    assert metrics == {"policy/skipped_samples": 2, "policy/micro_tokens": 4096}
     assert_same(before, weights(actor))
     assert actor.optimizer.steps == 0
 
