@@ -84,6 +84,23 @@ def check_sizes(sizes: Sequence[str]) -> None:
             raise UserError(f"This benchmark wants a GPU for size {size}, and there is none. To try it: --size tiny.")
 
 
+def architecture(shape: Size, tie_word_embeddings: bool) -> Qwen2Config:
+    """A Qwen2 of that shape."""
+    return Qwen2Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=tie_word_embeddings,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=0,
+    )
+
+
 def make(size: str, folder: Path | None = None) -> Path:
     """A Hugging Face folder of a Qwen2 of that size in bfloat16, made once: by default among the temporary files.
 
@@ -94,19 +111,7 @@ def make(size: str, folder: Path | None = None) -> Path:
     if folder.exists():
         return folder
     shape = SIZES[size]
-    config = Qwen2Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=4096,
-        tie_word_embeddings=shape.tied,
-        bos_token_id=None,
-        eos_token_id=END,
-        pad_token_id=0,
-    )
+    config = architecture(shape, tie_word_embeddings=shape.tied)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:

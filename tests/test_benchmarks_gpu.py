@@ -11,11 +11,11 @@ import time
 import psutil
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from benchmarks import _gpu, _models, decoupling, learning_vs_trl, memory, rollout, step, training
 from benchmarks._gpu import Part
-from benchmarks._models import SIZES, Size
+from benchmarks._models import SIZES, Size, architecture
 from rolecall import engines, models
 from rolecall.cli import _lists
 from rolecall.config import Config
@@ -171,15 +171,7 @@ def test_what_a_benchmark_cannot_measure_is_told_before_it_begins(benchmark, giv
 def test_a_size_counts_what_the_model_has(size):
     shape = SIZES[size]
     with torch.device("meta"):
-        config = Qwen2Config(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.intermediate,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            tie_word_embeddings=False,
-        )
+        config = architecture(shape, tie_word_embeddings=False)  # so that the head is counted by itself
         matrices = {name: p.numel() for name, p in Qwen2ForCausalLM(config).named_parameters() if p.ndim == 2}
     head = matrices.pop("lm_head.weight")
     assert matrices.pop("model.embed_tokens.weight") == head == shape.head
