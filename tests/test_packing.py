@@ -16,6 +16,7 @@ from transformers import (
 from rolecall.errors import RunError
 from rolecall.models import Loaded
 from rolecall.models.attention import why_unsupported
+from rolecall.training import packing
 from rolecall.training.logprobs import sample_logprobs
 from rolecall.training.packing import micro_batches
 from training_samples import plain_logprobs, sample, uneven
@@ -179,3 +180,10 @@ def test_temperature_divides_the_logits(temperature):
     samples = uneven(2, 2, seed=3)
     for row, s in zip(sample_logprobs(loaded, samples, temperature, 100), samples, strict=True):
         assert row == pytest.approx(plain_logprobs(loaded.model, s, temperature).tolist(), abs=1e-9)
+
+
+def test_without_compilation_a_gpu_attends_by_masks_as_a_cpu_does(monkeypatch: pytest.MonkeyPatch):
+    """TORCH_COMPILE_DISABLE=1 sets this; FlexAttention without its kernel would make the scores of all tokens."""
+    assert packing._skips_blocks("cuda") and not packing._skips_blocks("cpu")
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    assert not packing._skips_blocks("cuda")
