@@ -8,6 +8,7 @@ from rolecall.roles.actor import Actor
 from rolecall.samples import Sample
 from rolecall.training.logprobs import sample_logprobs
 from rolecall.training.memory import MOST
+from rolecall.training.sharding import shard
 
 
 class Reference:
@@ -23,13 +24,14 @@ class Reference:
         self.config = config
         self._adapter = actor.adapter if actor else None
         if actor and actor.adapter:
-            self._loaded = actor.loaded
+            self._loaded, self._shards = actor.loaded, actor.shards
         else:
             self._loaded = models.load(config.model, models.device())
             self._loaded.model.requires_grad_(False)
+            self._shards = shard(self._loaded.model)
 
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
         """Log-probability of each response token, at the temperature that the Actor samples and trains at."""
         rollout, budget = self.config.rollout, self.config.actor.micro_tokens or MOST[models.device().type]
         with self._adapter.disable_adapter() if self._adapter else nullcontext():
-            return sample_logprobs(self._loaded, samples, rollout.temperature, budget)
+            return sample_logprobs(self._loaded, samples, rollout.temperature, budget, self._shards)

@@ -1,7 +1,7 @@
 """Log-probabilities of response tokens, in memory that does not grow with tokens x vocabulary."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from rolecall.models import Loaded
 from rolecall.models.attention import hidden_states
 from rolecall.models.head import product
 from rolecall.samples import Sample
-from rolecall.training.packing import MicroBatch, micro_batches
+from rolecall.training.packing import MicroBatch
+from rolecall.training.sharding import NOTHING, WHOLE, Shards
 
 # Most logits held at once: 256 MiB in float32; on a GPU 1 GiB, since short products do not fill it.
 LOGITS = {"cpu": 2**26, "cuda": 2**28}
@@ -206,19 +207,31 @@ def policy_logprobs(
 
 @torch.no_grad()
 def in_sample_order(
-    samples: list[Sample], loaded: Loaded, budget: int, compute: Callable[[MicroBatch], Tensor]
+    samples: list[Sample],
+    loaded: Loaded,
+    budget: int,
+    compute: Callable[[MicroBatch], Tensor],
+    shards: Shards = WHOLE,
 ) -> list[list[float]]:
     """Run ``compute`` (micro-batch -> (B, T)) over all samples and give each its values, one a response token."""
-    device = next(loaded.model.parameters()).device
-    rows: dict[int, list[float]] = {}
-    micros = micro_batches(samples, budget, packed=loaded.packed, device=device, window=loaded.window)
+    places = {id(sample): place for place, sample in enumerate(samples)}
+    rows: list[tuple[int, list[float]]] = []
+    micros = shards.micro_batches(samples, loaded, budget)
     # All are under way before the first is waited for.
-    for micro, values in [(micro, compute(micro)) for micro in micros]:
+    for micro, values in [(micro, shards.run(partial(compute, micro))) for micro in micros]:
         for sample, row in zip(micro.samples, values.tolist(), strict=True):
-            rows[id(sample)] = row[: len(sample.response)]
-    return [rows.get(id(sample), []) for sample in samples]
+            if sample is not NOTHING:
+                rows.append((places[id(sample)], row[: len(sample.response)]))
+    found = dict(shards.gather(rows))
+    return [found.get(place, []) for place in range(len(samples))]
 
 
-def sample_logprobs(loaded: Loaded, samples: list[Sample], temperature: float, budget: int) -> list[list[float]]:
+def sample_logprobs(
+    loaded: Loaded, samples: list[Sample], temperature: float, budget: int, shards: Shards = WHOLE
+) -> list[list[float]]:
     """Log-probabilities of every sample's response tokens at ``temperature``, in the samples' order, no gradient."""
-    return in_sample_order(samples, loaded, budget, lambda micro: policy_logprobs(loaded, micro, temperature)[0])
+
+    def compute(micro: MicroBatch) -> Tensor:
+        return policy_logprobs(loaded, micro, temperature)[0]
+
+    return in_sample_order(samples, loaded, budget, compute, shards)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rolecall import config as configuration
 from rolecall.errors import RunError
+from rolecall.training.sharding import local, whole
 
 
 class Optimizer:
@@ -64,7 +65,7 @@ class Optimizer:
             RunError: the gradient norm is not finite; nothing was changed.
         """
         gradients = [master.grad for master in self._masters if master.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = whole(nn.utils.get_total_norm(gradients))
         if not norm.isfinite():
             self.zero_grad()
             raise RunError(
@@ -105,10 +106,10 @@ class Optimizer:
 def bytes_to_train(model: nn.Module) -> int:
     """Bytes that training adds to the weights: FP32 gradients and Adam's two moments, and masters where needed.
 
-    Only parameters that require a gradient take any.
+    Only parameters that require a gradient take any. Of a sharded one the gradient is whole while it accumulates.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return sum(parameter.numel() * (12 if parameter.dtype == torch.float32 else 16) for parameter in trained)
+    return sum(4 * p.numel() + local(p).numel() * (8 if p.dtype == torch.float32 else 12) for p in trained)
 
 
 def _master(weight: nn.Parameter) -> Tensor:

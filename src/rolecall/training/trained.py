@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from rolecall.models import Loaded, lora
 from rolecall.samples import Sample, by_group
 from rolecall.training import checkpoint, memory
 from rolecall.training.optimizer import Optimizer, bytes_to_train
-from rolecall.training.packing import MicroBatch, micro_batches
+from rolecall.training.packing import MicroBatch
+from rolecall.training.sharding import NOTHING, shard
 
 Metrics = dict[str, float]
 
@@ -45,6 +46,7 @@ class Trained:
     """A role whose model is in training.
 
     Dropout is never on (the model stays in eval mode): the ratio of a policy to itself must be 1.
+    In a process that has met others (``sharding.meet``) the model is sharded: every call is then one of all ranks.
 
     Args:
         config: the run's.
@@ -63,6 +65,7 @@ class Trained:
     ):
         self.config, self.settings, self.loaded, self.module = config, settings, loaded, module
         self.device = next(module.parameters()).device
+        self.shards = shard(module)
         what = f"training the {type(self).__name__.lower()} (gradients and Adam)"
         models.check_memory(bytes_to_train(module), what, self.device)
         self._planned = settings.epochs * min(settings.minibatches, config.rollout.prompts)  # groups are not split
@@ -76,7 +79,7 @@ class Trained:
     @cached_property
     def micro_tokens(self) -> int:
         """Most tokens of a micro-batch; where it is not configured, what fits when it is first asked for."""
-        return memory.micro_tokens(self.settings, self.loaded.model, self.device)
+        return min(self.shards.gather([memory.micro_tokens(self.settings, self.loaded.model, self.device)]))
 
     def take_steps(self, samples: list[Sample], keep: Callable[[Sample], bool], loss: Loss) -> list[Metrics]:
         """``epochs`` passes over the samples, an optimizer step for each of the ``minibatches``.
@@ -102,7 +105,7 @@ class Trained:
             else:
                 counts = [sample.action_tokens for sample in batch]
                 totals = Totals(sum(counts), sum(n > 0 for n in counts), sum(sample.action_tokens for sample in kept))
-                metrics = combine(self._accumulate(kept, totals, loss))
+                metrics = combine(self.shards.gather(self._accumulate(kept, totals, loss)))
                 counted = {"computed": totals.computed, "skipped": totals.tokens - totals.computed}
                 steps.append(metrics | self.optimizer.step() | counted)
         self.optimizer.skipped += max(0, self._planned - len(batches))  # fewer groups came than were planned for
@@ -118,21 +121,20 @@ class Trained:
             for part in range(min(self.settings.minibatches, len(order))):
                 yield [sample for group in order[part :: self.settings.minibatches] for sample in groups[group]]
 
-    def _accumulate(self, samples: list[Sample], totals: Totals, loss: Loss) -> list[Mapping[str, float | Tensor]]:
-        """Backward through every micro-batch; their metrics."""
+    def _accumulate(self, samples: list[Sample], totals: Totals, loss: Loss) -> list[Metrics]:
+        """Backward through every micro-batch of this rank; their metrics, combined (none where it has none)."""
         self.optimizer.zero_grad()  # of an update that was interrupted, or ran out of memory
-        parts = []
-        packed, window = self.loaded.packed, self.loaded.window
-        micros = micro_batches(samples, self.micro_tokens, packed=packed, device=self.device, window=window)
+        parts: list[Mapping[str, float | Tensor]] = []
         with self._recomputing():
-            for micro in micros:
+            for micro in self.shards.micro_batches(samples, self.loaded, self.micro_tokens):
                 try:
-                    value, metrics = loss(micro, totals)
-                    value.backward()
+                    value, metrics = self.shards.run(partial(loss, micro, totals))
+                    (value * self.shards.count).backward()  # FSDP2 takes the mean over the ranks, we the sum
                 except torch.OutOfMemoryError as error:
                     raise RunError(self._does_not_fit(micro)) from error
-                parts.append(metrics)
-        return parts
+                if micro.samples[0] is not NOTHING:
+                    parts.append(metrics)
+        return [combine(parts)] if parts else []
 
     def _does_not_fit(self, micro: MicroBatch) -> str:
         role = type(self).__name__.lower()
