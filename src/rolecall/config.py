@@ -265,13 +265,15 @@ class Critic(Optimizer):
 
 
 class Pool(Section):
-    """Roles that share one process and its GPU."""
+    """Roles that share one process and its GPU, or several over which their models are sharded."""
 
     roles: list[Role] = Field(description="Which roles live here")
+    processes: int = Field(1, ge=1, description="Processes over which the roles' models are sharded (FSDP2)")
     gpus: float | None = Field(
         None,
         ge=0,
-        description="GPUs reserved; unset: 1 a model (a Rollout alone: tensor_parallel), if there are",
+        description="GPUs reserved, for each process; unset: 1 a model (a Rollout alone: tensor_parallel), if there "
+        "are",
     )
     cpus: float = Field(0.0, ge=0, description="CPUs reserved")
     threads: int = Field(0, ge=0, description="torch threads; 0: the node's cores")
@@ -370,6 +372,7 @@ class Config(Section):
             raise ValueError(f"cluster.pools places {', '.join(twice)} more than once; each role lives in one pool")
         if missing := [role for role in self.roles if role not in placed]:
             raise ValueError(f"cluster.pools places no {', '.join(missing)}; add the role to a pool")
+        self._check_processes()
         if rollout.min_tokens > rollout.max_tokens:
             raise ValueError(f"rollout.min_tokens is {rollout.min_tokens}, over max_tokens {rollout.max_tokens}")
         processes = self._processes()
@@ -406,6 +409,25 @@ class Config(Section):
                 "take rollout.sleep = 1"
             )
         return self
+
+    def _check_processes(self) -> None:
+        """Refuse several processes where there is nothing to shard, or what cannot be beside a shard."""
+        for name, pool in self.cluster.pools.items():
+            roles = set(self.roles) & set(pool.roles)
+            if pool.processes == 1 or not roles:
+                continue
+            several = f"cluster.pools.{name}.processes = {pool.processes} shards"
+            if "reward" in roles:
+                raise ValueError(f"{several} models, and a reward has none; give reward a pool of its own")
+            if roles == {"rollout"}:
+                raise ValueError(f"{several} no engine; for several engines set rollout.replicas")
+            if "rollout" in roles and ("actor" not in roles or self.rollout.engine in SEPARATE_ENGINES):
+                raise ValueError(
+                    f"{several} {', '.join(sorted(roles - {'rollout'}))}; only a native or transformers engine can be "
+                    "beside that, and only beside the actor. Give rollout a pool of its own"
+                )
+            if pool.gpus is not None and pool.gpus not in (0, 1):
+                raise ValueError(f"{several} over GPUs of which each process needs one; gpus is {pool.gpus:g}")
 
     def check_trainable(self) -> None:
         """Refuse what can be generated from but not trained on.
@@ -464,6 +486,8 @@ class Config(Section):
     def pools(self) -> dict[str, Pool]:
         """The pools that this run starts, a process each, with the roles that it needs, in the order they are built.
 
+        One over whose processes roles are sharded is there as many times, NAME-0 and on.
+
         A Rollout whose engine has weights of its own always gets a process of its own, NAME-rollout, and half of the
         GPUs that its pool was given. Replicas are numbered, NAME-0 and on: each gets what a pool of the Rollout alone
         was given, or its part of that half.
@@ -485,7 +509,8 @@ class Config(Section):
                 own = f"{name}-rollout" if roles else name
                 processes += [(f"{own}-{number}" if count > 1 else own, engine) for number in range(count)]
             if roles:
-                processes.append((name, pool.model_copy(update={"roles": roles})))
+                ranks = [f"{name}-{rank}" for rank in range(pool.processes)] if pool.processes > 1 else [name]
+                processes += [(rank, pool.model_copy(update={"roles": roles})) for rank in ranks]
         return processes
 
     def to_toml(self) -> str:

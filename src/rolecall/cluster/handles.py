@@ -10,6 +10,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from rolecall.errors import ProcessDied, RunError, UserError
 
+MOMENT = 10.0  # seconds
+
 
 @dataclass(eq=False)
 class Process:
@@ -46,6 +48,11 @@ class Future:
         self.sources = sources
         self._deadline = time.monotonic() + timeout
 
+    @property
+    def left(self) -> float:
+        """Seconds until the time is over."""
+        return max(0.0, self._deadline - time.monotonic())
+
     def result(self) -> Any:
         """Wait for the value.
 
@@ -56,13 +63,9 @@ class Future:
                 would keep its GPU and its memory).
         """
         try:
-            return ray.get(self.ref, timeout=max(0.0, self._deadline - time.monotonic()))
+            return ray.get(self.ref, timeout=self.left)
         except GetTimeoutError:
-            ray.kill(self.process.worker)
-            happened = (
-                f"{self.what} did not return within {self.timeout:g} s in {self.process}; its process was killed."
-            )
-            raise ProcessDied(self.process, happened, self.advice) from None
+            raise self.over() from None
         except RayTaskError as error:
             if isinstance(error.cause, (UserError, RunError)):
                 raise error.cause from None
@@ -71,6 +74,17 @@ class Future:
             raise RunError(f"{self.what} failed in {self.process}:\n{error}") from None
         except RayError as error:
             raise self._died(error) from None
+
+    def over(self, *others: Process) -> ProcessDied:
+        """Kill the process, and others that are waited for too: what to raise when the time is over."""
+        late = [self.process, *others]
+        for process in late:
+            ray.kill(process.worker)
+        happened = (
+            f"{self.what} did not return within {self.timeout:g} s in {' and '.join(map(str, late))}; "
+            f"{'its process was' if len(late) == 1 else 'these processes were'} killed."
+        )
+        return ProcessDied(self.process, happened, self.advice)
 
     def _died(self, error: RayError) -> ProcessDied:
         dead = getattr(error, "actor_id", None)
@@ -104,3 +118,61 @@ class Handle:
         if method.startswith("_"):
             raise AttributeError(method)
         return lambda *args, **kwargs: self.start(method, *args, **kwargs).result()
+
+
+@dataclass(frozen=True)
+class TeamHandle(Handle):
+    """A role sharded over the processes of its pool, which is one to whoever calls it.
+
+    All ranks take part in every call; ``process`` is the first one's, and so is the value.
+    """
+
+    others: list[Process]
+
+    def start(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """See ``Handle.start``."""
+        shared = [arg if isinstance(arg, Future) else ray.put(arg) for arg in args]
+        first = super().start(method, *shared, **kwargs)
+        refs = [process.worker.take_part.remote(self.role, method, *shared, **kwargs) for process in self.others]
+        ranks = zip(refs, self.others, strict=True)
+        return TeamFuture(first, [Future(ref, first.what, rank, self.timeout, self.advice, []) for ref, rank in ranks])
+
+
+@dataclass(frozen=True)
+class TeamFuture:
+    """A call under way on all ranks."""
+
+    first: Future
+    others: list[Future]
+
+    @property
+    def ref(self) -> Any:
+        return self.first.ref
+
+    @property
+    def process(self) -> Process:
+        return self.first.process
+
+    def result(self) -> Any:
+        """Wait for all ranks, and give the first one's value.
+
+        Raises:
+            UserError, RunError, ProcessDied: see ``Future.result``. When one rank has failed the others, which may be
+                waiting for it, get a moment to tell: a death is the reason for any other error.
+        """
+        waiting = {future.ref: future for future in (self.first, *self.others)}
+        failures: list[Exception] = []
+        while waiting:
+            first, *others = waiting.values()
+            done, _ = ray.wait(list(waiting), timeout=MOMENT if failures else first.left)
+            if not done and not failures:
+                raise first.over(*(future.process for future in others))
+            if not done:
+                break
+            try:
+                waiting.pop(done[0]).result()
+            except (UserError, RunError) as error:
+                failures.append(error)
+        if failures:
+            raise next((error for error in failures if isinstance(error, ProcessDied)), failures[0])
+        return self.first.result()

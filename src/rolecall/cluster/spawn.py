@@ -14,9 +14,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rolecall.cluster.handles import Future, Handle, Process
+from rolecall.cluster.handles import Future, Handle, Process, TeamFuture, TeamHandle
 from rolecall.cluster.replicas import Replicas
-from rolecall.cluster.worker import CLASSES, Worker
+from rolecall.cluster.worker import CLASSES, Meeting, Worker
 from rolecall.config import SEPARATE_ENGINES, Config, Pool
 from rolecall.errors import UserError
 
@@ -94,7 +94,7 @@ def _bundles(config: Config, gpus: float) -> dict[str, dict[str, float]]:
     actor = next(name for name in pools if "actor" in pools[name].roles)
     left = gpus - sum(pool.gpus for pool in pools.values() if pool.gpus is not None)
     shares = {}
-    for name in sorted(pools, key=lambda name: name != actor):
+    for name in sorted(pools, key=lambda name: "actor" not in pools[name].roles):
         share = pools[name].gpus
         if share is None:
             wanted = config.rollout.tensor_parallel if pools[name].roles == ["rollout"] else 1
@@ -104,9 +104,21 @@ def _bundles(config: Config, gpus: float) -> dict[str, dict[str, float]]:
     for name, share in shares.items():
         if share > 1 and share != int(share):
             raise UserError(f"cluster.pools: {name} would get {share:g} GPUs; over 1 only whole ones can be given.")
+        team = [other for other in pools if pools[other].roles == pools[name].roles]
+        if pools[name].processes > 1 and any(shares[other] != share for other in team):
+            raise UserError(
+                f"cluster.pools: {len(team)} processes ({', '.join(team)}) want a GPU each or none, and "
+                f"{sum(shares[other] for other in team):g} of {gpus:g} are left for them. Lower their number "
+                "(processes), or set the pool's gpus to 0."
+            )
     without = [name for name in pools if pools[name].roles == ["rollout"] and shares[name] == 0]
     unset = all(pools[name].gpus is None for name in (actor, *without))
     if config.rollout.engine in SEPARATE_ENGINES and unset:
+        if without and pools[actor].processes > 1 and shares[actor]:
+            raise UserError(
+                f"cluster.pools: {', '.join(without)} would have to share a GPU with one of the Actor's processes, which "
+                "work in step. Lower their number (processes), so that a GPU is left."
+            )
         shares |= dict.fromkeys((actor, *without), shares[actor] / (1 + len(without)))
     # One byte of memory, because Ray refuses a bundle of nothing.
     bundles = {name: {"GPU": shares[name], "CPU": pool.cpus, "memory": 1.0} for name, pool in pools.items()}
@@ -143,31 +155,60 @@ def _start(group: PlacementGroup, index: int, alone: bool, name: str, pool: Pool
 
 def _build(config: Config, processes: list[Process]) -> Roles:
     """Build the roles of all pools side by side."""
-    building = [_begin(config, process) for process in processes]
-    for built in building:
-        built.result()
+    for process in processes:
+        _place(config, process)
+    teams = _teams(processes)
+    for building in [_begin(config, team) for team in teams]:
+        building.result()
     timeout = config.cluster.timeout
-    handles = [Handle(role, process, timeout, SLOW) for process in processes for role in process.roles]
-    single: dict[str, Any] = {handle.role: handle for handle in handles if handle.role != "rollout"}
+    single: dict[str, Any] = {}
+    for first, *others in teams:
+        for role in first.roles:
+            one = Handle(role, first, timeout, SLOW)
+            single[role] = TeamHandle(role, first, timeout, SLOW, others) if others else one
     slow = f"reward.function {config.reward.function!r} hangs or is too slow: mend it, or raise --reward.timeout."
     single["reward"] = replace(single["reward"], timeout=config.reward.timeout, advice=slow)
-    rollouts = [handle for handle in handles if handle.role == "rollout"]
-    return Roles(rollout=Replicas(rollouts, partial(_restart, config)), **single)
+    rollouts = [Handle("rollout", process, timeout, SLOW) for process in processes if "rollout" in process.roles]
+    return Roles(**single | {"rollout": Replicas(rollouts, partial(_restart, config))})
 
 
-def _begin(config: Config, process: Process) -> Future:
-    """Wait for the process to be there, and have it build its roles."""
+def _teams(processes: list[Process]) -> list[list[Process]]:
+    """The processes of each pool: one, or those over which its roles are sharded. A Rollout's replica is alone."""
+    teams: dict[str, list[Process]] = {}
+    for process in processes:
+        # Of the other roles, each lives in one pool.
+        key = process.pool if process.roles == ["rollout"] else process.roles[0]
+        teams.setdefault(key, []).append(process)
+    return list(teams.values())
 
-    def call(ref: Any, what: str) -> Future:
-        return Future(ref, what, process, config.cluster.timeout, SLOW, [])
 
-    vars(process).update(call(process.worker.place.remote(), "its start").result())
-    classes = {role: CLASSES[role] for role in process.roles}
-    return call(process.worker.build.remote(config, classes), f"building {', '.join(process.roles)}")
+def _place(config: Config, process: Process) -> None:
+    """Wait for the process to be there."""
+    vars(process).update(_call(config, process, "its start", process.worker.place.remote()).result())
+
+
+def _begin(config: Config, team: list[Process]) -> TeamFuture:
+    """Have the processes build their roles, together if there are several."""
+    first, classes = team[0], {role: CLASSES[role] for role in team[0].roles}
+    meeting = None
+    if len(team) > 1:
+        port = _call(config, first, "opening a store", first.worker.open_store.remote()).result()
+        meeting = Meeting(first.address, port, len(team), config.cluster.timeout)
+    what = f"building {', '.join(first.roles)}"
+    building = [
+        _call(config, process, what, process.worker.build.remote(config, classes, rank, meeting))
+        for rank, process in enumerate(team)
+    ]
+    return TeamFuture(building[0], building[1:])
+
+
+def _call(config: Config, process: Process, what: str, ref: Any) -> Future:
+    return Future(ref, what, process, config.cluster.timeout, SLOW, [])
 
 
 def _restart(config: Config, process: Process) -> None:
     """End what is left of the process and build its roles in a new one, in the same bundle of the placement group."""
     ray.kill(process.worker)
     process.worker = process.launch((process.node, process.pid))
-    _begin(config, process).result()
+    _place(config, process)
+    _begin(config, [process]).result()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import ray
@@ -24,6 +24,18 @@ CLASSES = {
     "rollout": "rolecall.roles.rollout:Rollout",
     "reward": "rolecall.roles.reward:Reward",
 }
+
+
+class Meeting(NamedTuple):
+    """Of the processes over which the roles of a pool are sharded.
+
+    ``address``, ``port``: of the first one's store. ``seconds``: that an exchange between them may take.
+    """
+
+    address: str
+    port: int
+    ranks: int
+    seconds: float
 
 
 class Worker:
@@ -75,8 +87,23 @@ class Worker:
             "pid": os.getpid(),
         }
 
-    def build(self, config: Config, classes: dict[str, str]) -> None:
-        """Make the roles in the order given; those that can work on the Actor's own model get it if it lives here."""
+    def open_store(self) -> int:
+        """Be the first of several processes: the port at which they meet."""
+        from rolecall.training import sharding
+
+        self._store = sharding.open_store()
+        return self._store.port
+
+    def build(self, config: Config, classes: dict[str, str], rank: int = 0, meeting: Meeting | None = None) -> None:
+        """Make the roles in the order given; those that can work on the Actor's own model get it if it lives here.
+
+        Args:
+            rank: of this process among those that meet, if it is not alone.
+        """
+        if meeting is not None:
+            from rolecall.training import sharding
+
+            sharding.meet(rank, *meeting)
         for role, where in classes.items():
             module, name = where.split(":")
             make = getattr(importlib.import_module(module), name)
@@ -88,6 +115,10 @@ class Worker:
         if callable(method):
             return method(self.roles[role], *args, **kwargs)
         return getattr(self.roles[role], method)(*args, **kwargs)
+
+    def take_part(self, role: str, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """``call`` for what it does alone: another process of the team answers."""
+        self.call(role, method, *args, **kwargs)
 
 
 def _end_children_with_this_process() -> None:

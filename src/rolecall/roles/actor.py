@@ -12,7 +12,7 @@ from rolecall.config import Config
 from rolecall.files import atomic_folder
 from rolecall.models import lora
 from rolecall.samples import Sample
-from rolecall.sync.ends import Sender
+from rolecall.sync.ends import Helper, Sender
 from rolecall.training.logprobs import policy_logprobs, sample_logprobs
 from rolecall.training.objective import policy_objective
 from rolecall.training.packing import MicroBatch, token_values
@@ -31,7 +31,7 @@ class Actor(Trained):
         self.adapter = lora.add(loaded.model, config.model, config.run.seed) if config.model.lora_rank else None
         waits = config.critic.warmup_only if "critic" in config.roles else 0
         super().__init__(config, config.actor, loaded, loaded.model, waits)
-        self.sender: Sender | None = None  # where a sync has opened one
+        self.sender: Sender | Helper | None = None  # where a sync has opened one
 
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
         """Log-probability of each response token under the present weights, at the sampling temperature."""
@@ -106,11 +106,15 @@ class Actor(Trained):
         """What an engine in another process is to have: each parameter under its Hugging Face name, tied ones once.
 
         With LoRA adapters they are merged into the weights, one tensor at a time as it is asked for; or with
-        ``rollout.lora = "adapter"`` it is the adapter's tensors under peft's names.
+        ``rollout.lora = "adapter"`` it is the adapter's tensors under peft's names. Sharded ones are sharded still:
+        ``sharding.whole`` gathers each of them.
         """
         if self.config.rollout.lora == "adapter":
             return lora.adapter(self.adapter)
-        return lora.merged(self.loaded.model)
+        return self._merged()
+
+    def _merged(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.shards.computing(tensor)) for name, tensor in lora.merged(self.loaded.model))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer as a Hugging Face folder, whole or not at all.
@@ -120,13 +124,17 @@ class Actor(Trained):
         model: Any = self.loaded.model
         buffers = dict(model.named_buffers())
         # On the host, so that the merged weights are never all on the GPU beside the others.
-        state = {name: tensor.cpu() for name, tensor in lora.merged(model)}
+        state = self.shards.on_host(self._merged())
+        named = self.adapter.state_dict() if self.adapter is not None else {}
+        adapter = self.shards.on_host((name, tensor) for name, tensor in named.items() if ".lora_" in name)
+        if self.shards.rank > 0:
+            return
         state |= {name: tensor for name, tensor in model.state_dict().items() if name in buffers}
         with atomic_folder(folder) as new:
             model.save_pretrained(new, state_dict=state)
             self.loaded.tokenizer.save_pretrained(new)
             if self.adapter is not None:
-                self.adapter.save_pretrained(str(new / "adapter"), save_embedding_layers=False)
+                self.adapter.save_pretrained(str(new / "adapter"), state_dict=adapter, save_embedding_layers=False)
 
 
 def _moves_policy(sample: Sample, always: bool) -> bool:

@@ -9,8 +9,10 @@ from rolecall.config import Config
 from rolecall.errors import RunError
 from rolecall.roles.actor import Actor
 from rolecall.samples import Request, Sample
+from rolecall.sync.buckets import plan
 from rolecall.sync.ends import Link, Offer, Receiver
 from rolecall.sync.shared import check_same_storage
+from rolecall.training.sharding import whole
 
 
 class Rollout:
@@ -19,12 +21,16 @@ class Rollout:
     Args:
         config: the run's.
         actor: of the same process, if any: the engine then works on its very parameters, and the Actor's updates are
-            the engine's. Without one the engine loads the model itself and waits for weights to be sent.
+            the engine's. Without one the engine loads the model itself and waits for weights to be sent. So it does
+            beside a shard of an Actor, whose whole weights are gathered into it.
     """
 
     def __init__(self, config: Config, actor: Actor | None = None):
         self.config, self.actor = config, actor
-        self.engine: Any = engines.create(config, actor.loaded if actor else None)
+        sharded = actor is not None and actor.shards.count > 1
+        self.engine: Any = engines.create(config, actor.loaded if actor and not sharded else None)
+        if actor and sharded:
+            self.engine.expect([entry for bucket in plan(actor.weights()) for entry in bucket])
         self._receiver: Receiver | None = None
         self._awaited: set[int] = set()  # buckets of an update that have not arrived
         self._unfinished: int | None = None  # the version of an update that was begun
@@ -69,6 +75,26 @@ class Rollout:
             raise RunError("Weight sync: this Rollout shares no process with the Actor; its weights must be sent.")
         check_same_storage(self.actor.loaded.model, self.engine.model)
         self.engine.version = version
+
+    def gather_weights(self, version: int) -> int:
+        """Copy the present weights of the Actor, of which this process has a shard, into the engine, as ``version``.
+
+        All ranks gather one tensor after the other, at the same time, each for its own engine.
+
+        Returns:
+            bytes of the weights.
+        """
+        if self.actor is None:
+            raise RunError("Weight sync: this Rollout shares no process with the Actor; its weights must be sent.")
+        self._unfinished = version
+        self.engine.start_update()
+        copied = 0
+        for name, tensor in self.actor.weights():
+            self.engine.write([(name, whole(tensor))])
+            copied += tensor.nbytes
+        self.engine.finish_update(version)
+        self._unfinished = None
+        return copied
 
     def join(self, offer: Offer, link: Link, rank: int) -> None:
         """Learn what every sync will bring, and connect with the Actor's end.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rolecall.errors import RunError
+from rolecall.training.sharding import whole
 
 BUCKET_BYTES = 512 * 2**20
 ALIGNMENT = 256  # bytes: every tensor starts where any dtype, and a GPU's widest load, may start
@@ -61,6 +62,8 @@ def views(data: Tensor, bucket: Bucket) -> list[tuple[str, Tensor]]:
 def fill(data: Tensor, bucket: Bucket, weights: Weights) -> None:
     """Copy the tensors of ``bucket``, which come next from ``weights``, into the bytes of ``data``, from any device.
 
+    Sharded ones are gathered: no more of the model than this bucket is whole at a time.
+
     Raises:
         RunError: other tensors come than were planned.
     """
@@ -72,7 +75,7 @@ def fill(data: Tensor, bucket: Bucket, weights: Weights) -> None:
                 f"{place.dtype} was announced: the model's parameters have changed since the first sync."
             )
         places.append(place)
-        values.append(value)
+        values.append(whole(value))
     if len(places) < len(bucket):
         raise RunError(f"Weight sync: {bucket[len(places)].name!r} was announced, and is no parameter any more.")
     torch._foreach_copy_(places, values)

@@ -9,7 +9,7 @@ import torch
 
 from rolecall.errors import ProcessDied, RunError, UserError
 from rolecall.sync.buckets import BUCKET_BYTES
-from rolecall.sync.ends import Link, Offer, Sender
+from rolecall.sync.ends import Helper, Link, Offer, Sender
 
 if TYPE_CHECKING:
     from rolecall.cluster.handles import Future, Handle, Process
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 BUCKET_SECONDS = 300.0  # that one may take; a call to a role may take longer
 WAYS = {  # (transport, device of its buffers) -> what a run calls it
     ("shared", ""): "nothing moves, one process",
+    ("gathered", ""): "gathered into a copy in each process",
     ("mapped", "cuda"): "CUDA IPC",
     ("mapped", "cpu"): "shared memory",
     ("collective", "cuda"): "NCCL",
@@ -75,7 +76,11 @@ class WeightSync:
             self.rollouts[0].share_weights(version)
         else:
             try:
-                self._move(version)
+                if self._transport[0] == "gathered":
+                    gathering = [rollout.start("gather_weights", version) for rollout in self.rollouts]
+                    self._sizes = [max(call.result() for call in gathering)]
+                else:
+                    self._move(version)
             except RunError as error:
                 if not isinstance(error, ProcessDied):  # it may be what one end has to say of the other's death
                     self._each(alive)
@@ -96,7 +101,7 @@ class WeightSync:
             if number >= self.slots:
                 _wait(calls + writes[number - self.slots])
             packed = self.actor.start(pack, number)
-            writes.append([rollout.start("write", number, packed) for rollout in self.rollouts])
+            writes.append([packed, *(rollout.start("write", number, packed) for rollout in self.rollouts)])
         calls += [write for some in writes[-self.slots :] for write in some]
         _wait([*calls, *(rollout.start("finish_update") for rollout in self.rollouts)])
         if self.sleeps:
@@ -130,7 +135,7 @@ class WeightSync:
 def choose(actor: Process, rollouts: list[Process]) -> tuple[str, str]:
     """(transport, device of its buffers) for where the processes are."""
     if actor is rollouts[0]:
-        return "shared", ""
+        return ("shared" if len(rollouts) == 1 else "gathered"), ""  # a sharded Actor has an engine in each process
     processes = [actor, *rollouts]
     one_node = len({process.node for process in processes}) == 1
     places = [{(process.node, gpu) for gpu in process.gpus} for process in processes]
@@ -150,11 +155,12 @@ def _wait(futures: list[Future]) -> None:
 # In the Actor's process
 
 
-def open_sender(actor: Any, link: Link) -> Offer:
-    """Make the Actor's end, in the place of one that had other engines."""
+def open_sender(actor: Any, link: Link) -> Offer | None:
+    """Make the Actor's end, in the place of one that had other engines; only its first rank has an offer."""
     if actor.sender is not None:
         actor.sender.close()
-    actor.sender = Sender(actor.weights, link)
+    first = actor.shards.rank == 0
+    actor.sender = Sender(actor.weights, link) if first else Helper(actor.weights, link.limit)
     return actor.sender.offer
 
 

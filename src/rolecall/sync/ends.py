@@ -7,6 +7,7 @@ the driver gives a slot its next bucket only when the last one has been read out
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from rolecall.errors import RunError
 from rolecall.sync import mapped
 from rolecall.sync.buckets import Bucket, Weights, digest, fill, plan, size, views
 from rolecall.sync.collective import MEETING, Group
+from rolecall.training.sharding import whole
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,33 @@ class Sender:
         elif data.is_cuda:
             torch.cuda.current_stream().synchronize()  # the reader is another process, with streams of its own
         return made
+
+
+class Helper:
+    """The end of a sharded Actor's other ranks, which hold a part of all that its first one packs.
+
+    Args:
+        weights, limit: as the Sender has them.
+    """
+
+    offer = None
+
+    def __init__(self, weights: Callable[[], Weights], limit: int):
+        self.weights, self.buckets = weights, plan(weights(), limit)
+        self._left: Iterator[tuple[str, Tensor]] = iter(())
+
+    def join(self) -> None:
+        """Meets nobody: engines hear of the first rank alone."""
+
+    def close(self) -> None:
+        """Leaves nobody."""
+
+    def pack(self, number: int) -> None:
+        """Take part in gathering bucket ``number``, and keep nothing of it."""
+        if number == 0:
+            self._left = iter(self.weights())
+        for _, tensor in islice(self._left, len(self.buckets[number])):
+            whole(tensor)
 
 
 class Receiver:

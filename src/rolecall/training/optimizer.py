@@ -84,6 +84,19 @@ class Optimizer:
         self.steps += 1
         return {"grad_norm": norm.item(), "lr": lr}
 
+    def allocate(self) -> None:
+        """Make Adam's state where there is none yet, as it is before the first step."""
+        if self._adam.state:
+            return
+        for group in self._adam.param_groups:
+            group["lr"] = 0.0
+        for master in self._masters:
+            master.grad = torch.zeros_like(master)
+        self._adam.step()
+        self.zero_grad()
+        for state in self._adam.state.values():
+            state["step"].zero_()
+
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs besides the weights; masters only where they are not the weights themselves."""
         masters = [master for _, master in self._mastered()]

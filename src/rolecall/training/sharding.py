@@ -4,7 +4,7 @@ All ranks get the same samples and take the same steps, each on its share of the
 on a rank only while that layer computes. What ranks must know of the others' shares is small and travels as objects.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rolecall.errors import RunError
 from rolecall.models import Loaded
 from rolecall.samples import Sample, by_group
 from rolecall.training.packing import MicroBatch, micro_batches
@@ -45,18 +46,28 @@ NOTHING = Sample(
 
 
 def open_store() -> dist.TCPStore:
-    """Where the ranks of a role meet, in the process of the first of them; its ``port`` tells the others."""
+    """Where ranks meet, to be kept in the process of the first of them; all are told its ``port``."""
     return dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
 
 
-def meet(store: dist.Store, rank: int, ranks: int, seconds: float) -> None:
+def meet(rank: int, address: str, port: int, ranks: int, seconds: float) -> None:
     """Join the other ranks: the roles that this process builds from now on are sharded over all of them.
 
     Args:
-        seconds: that they may take to come, and then any exchange between them.
+        address, port: of the store.
+        seconds: that the others may take to come, and then any exchange with them.
+
+    Raises:
+        RunError: they do not come.
     """
+    limit = timedelta(seconds=seconds)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=seconds))
+    try:
+        store = dist.TCPStore(address, port, is_master=False, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+        dist.barrier()  # NCCL connects only now
+    except RuntimeError as error:
+        raise RunError(f"Rank {rank} of {ranks} did not meet the others at {address}:{port}: {error}") from None
 
 
 class _Root(nn.Module):
@@ -117,6 +128,11 @@ class Shards:
         items: list[Any] = [None] * self.count
         dist.all_gather_object(items, mine)
         return [item for some in items for item in some]
+
+    def on_host(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """The whole weights in the first rank's main memory, gathered one at a time; the others only take part."""
+        gathered = ((name, whole(tensor)) for name, tensor in weights)
+        return {name: tensor.cpu() for name, tensor in gathered if self.rank == 0}
 
     def computing(self, tensor: Tensor) -> Tensor:
         """A weight in the type that it computes in; it is sharded still, if it was."""

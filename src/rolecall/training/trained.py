@@ -10,6 +10,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as distributed_checkpoint
 from torch import Tensor, nn
 
 from rolecall import config as configuration
@@ -24,6 +25,8 @@ from rolecall.training.packing import MicroBatch
 from rolecall.training.sharding import NOTHING, shard
 
 Metrics = dict[str, float]
+
+SHARDS = "shards"  # in a sharded role's checkpoint, the folder with each rank's weights and optimizer state
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,9 @@ class Trained:
             else:
                 counts = [sample.action_tokens for sample in batch]
                 totals = Totals(sum(counts), sum(n > 0 for n in counts), sum(sample.action_tokens for sample in kept))
-                metrics = combine(self.shards.gather(self._accumulate(kept, totals, loss)))
+                parts: list[Metrics] = self.shards.gather(self._accumulate(kept, totals, loss))
                 counted = {"computed": totals.computed, "skipped": totals.tokens - totals.computed}
-                steps.append(metrics | self.optimizer.step() | counted)
+                steps.append(combine(parts) | self.optimizer.step() | counted)
         self.optimizer.skipped += max(0, self._planned - len(batches))  # fewer groups came than were planned for
         self.updates += 1
         return steps
@@ -163,15 +166,22 @@ class Trained:
         """Write all state into ``folder``: trained weights (tied ones once), optimizer, counters, random generators."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: parameter.detach().contiguous() for name, parameter in self._trained_parameters()}
-        safetensors.torch.save_file(weights, folder / "weights.safetensors")
+        optimizer = self.optimizer.state_dict()
+        if self.shards.count > 1:
+            self.optimizer.allocate()
+            distributed_checkpoint.save(self._sharded_state(), checkpoint_id=folder / SHARDS)
+            optimizer["adam"] = {"state": {}}
+        else:
+            weights = {name: parameter.detach().contiguous() for name, parameter in self._trained_parameters()}
+            safetensors.torch.save_file(weights, folder / "weights.safetensors")
         state = {
             "model": lora.identity(self.config.model),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "updates": self.updates,
             "rng": checkpoint.rng_state(),
         }
-        torch.save(state, folder / "state.pt")
+        if self.shards.rank == 0:
+            torch.save(state, folder / "state.pt")
 
     def load(self, folder: str | Path) -> None:
         """Continue exactly where ``save`` was called. Weights change in place: an engine that shares them follows.
@@ -179,7 +189,8 @@ class Trained:
         (On a GPU later steps are bit for bit the same only under ``torch.use_deterministic_algorithms``.)
 
         Raises:
-            UserError: the checkpoint's weights are an adapter that this model does not have, or it has one, they none.
+            UserError: the checkpoint's weights are an adapter that this model does not have, or it has one, they none;
+                or they are sharded and this model is not, or it is, they are not.
         """
         folder = Path(folder)
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
@@ -189,13 +200,31 @@ class Trained:
                 f"{_fields(configured)}. Leave these as they were, or start a new run from its model "
                 "(--model.path RUN/model)."
             )
-        weights = safetensors.torch.load_file(folder / "weights.safetensors", device=str(self.device))
-        with torch.no_grad():
-            for name, parameter in self._trained_parameters():
-                parameter.copy_(weights[name])
+        sharded = self.shards.count > 1
+        if sharded != (folder / SHARDS).is_dir():
+            raise UserError(
+                f"{folder} was saved by {'one process' if sharded else 'several processes'}: it cannot be resumed with "
+                f"cluster.pools.NAME.processes = {self.shards.count}. Set {'1' if sharded else 'any number over 1'}, "
+                "or start a new run from its model (--model.path RUN/model)."
+            )
+        if sharded:
+            self.optimizer.allocate()
+            shards = self._sharded_state()
+            distributed_checkpoint.load(shards, checkpoint_id=folder / SHARDS)
+            state["optimizer"]["adam"]["state"] = shards["adam"]
+        else:
+            weights = safetensors.torch.load_file(folder / "weights.safetensors", device=str(self.device))
+            with torch.no_grad():
+                for name, parameter in self._trained_parameters():
+                    parameter.copy_(weights[name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
         checkpoint.set_rng_state(state["rng"])
+
+    def _sharded_state(self) -> dict[str, Any]:
+        """What each rank has a shard of, as it is in use: what is read into it is in use, too."""
+        weights = {name: parameter.detach() for name, parameter in self._trained_parameters()}
+        return {"weights": weights, "adam": self.optimizer.state_dict()["adam"]["state"]}
 
     def _trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         named = self.module.named_parameters()
