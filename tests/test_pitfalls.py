@@ -69,7 +69,7 @@ from rolecall.config import Config
 from rolecall.errors import UserError
 from rolecall.roles.actor import Actor
 from rolecall.samples import Sample
-from rolecall.training import trained
+from rolecall.training import sharding
 from rolecall.training.packing import micro_batches
 from test_roles import assert_same, gradients
 from training_samples import sample
@@ -347,27 +347,19 @@ def test_7_micro_batches_add_up_to_the_whole(how, split):
     assert max(part[2]["ratio_max"] for part in parts) == metrics["ratio_max"]
 
 
-def _rank(rank: int, folder: str, configs: list[Config], shares: list[list[Sample]]) -> None:
-    """A rank's Actor updates on its share, with totals over all ranks; the gradients added up."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-
-    def global_totals(*counts: int) -> trained.Totals:
-        summed = torch.tensor(counts)
-        dist.all_reduce(summed)
-        return trained_totals(*summed.tolist())
-
-    trained_totals, trained.Totals = trained.Totals, global_totals
-    found = [gradients(Actor(config), shares[rank]) for config in configs]
-    for gradient in (gradient for one in found for gradient in one.values()):
-        dist.all_reduce(gradient)
-    torch.save(found, f"{folder}/{rank}.pt")
+def _rank(rank: int, port: int, folder: str, configs: list[Config], samples: list[Sample]) -> None:
+    sharding.meet(rank, "127.0.0.1", port, 2, seconds=60)
+    found = [gradients(Actor(config), samples) for config in configs]
+    torch.save(
+        [{name: sharding.whole(gradient) for name, gradient in one.items()} for one in found], f"{folder}/{rank}"
+    )
     dist.destroy_process_group()
 
 
 def test_7_two_processes_of_uneven_load_and_any_accumulation_give_the_actors_gradient_of_one(tmp_path, tiny_path):
-    """Nine samples here and three there; micro-batches of everything, of a few samples, of one."""
-    samples = uneven_samples(groups=4, size=3, seed=4)
-    shares = [samples[:9], samples[9:]]
+    """Four samples here and eight there; micro-batches of everything, of a few samples, of one."""
+    samples = uneven_samples(groups=4, size=3, seed=9)
+    assert [len(sharding.share(samples, rank, 2)) for rank in range(2)] == [4, 8]
     configs = [
         Config(
             model={"path": str(tiny_path), "dtype": "float32"},
@@ -378,8 +370,9 @@ def test_7_two_processes_of_uneven_load_and_any_accumulation_give_the_actors_gra
         for how in HOWS
         for micro_tokens in (10_000, 25, 1)
     ]
-    mp.spawn(_rank, args=(str(tmp_path), configs, shares), nprocs=2)
-    both = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    store = sharding.open_store()
+    mp.spawn(_rank, args=(store.port, str(tmp_path), configs, samples), nprocs=2)
+    both = [torch.load(tmp_path / str(rank)) for rank in range(2)]
     for i in range(0, len(configs), 3):
         whole = gradients(Actor(configs[i]), samples)
         assert max(g.abs().max() for g in whole.values()) > 1e-3

@@ -116,8 +116,8 @@ def _bundles(config: Config, gpus: float) -> dict[str, dict[str, float]]:
     if config.rollout.engine in SEPARATE_ENGINES and unset:
         if without and pools[actor].processes > 1 and shares[actor]:
             raise UserError(
-                f"cluster.pools: {', '.join(without)} would have to share a GPU with one of the Actor's processes, which "
-                "work in step. Lower their number (processes), so that a GPU is left."
+                f"cluster.pools: {', '.join(without)} would have to share a GPU with one of the Actor's processes, and "
+                "all of these would wait for that one. Lower their number (processes), so that a GPU is left."
             )
         shares |= dict.fromkeys((actor, *without), shares[actor] / (1 + len(without)))
     # One byte of memory, because Ray refuses a bundle of nothing.
