@@ -71,7 +71,7 @@ def test_there_are_few_fields():
                 "rollout": {"engine": "vllm"},
                 "cluster": {"pools": {"a": {"roles": ["actor", "rollout"]}, "a-rollout": {"roles": ["reward"]}}},
             },
-            "the name 'a-rollout' is the one of vllm's own process; take another",
+            "the name 'a-rollout' is the one of another pool's process; take another",
         ),
     ],
 )

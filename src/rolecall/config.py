@@ -378,9 +378,7 @@ class Config(Section):
         processes = self._processes()
         names = [name for name, _ in processes]
         if clash := [name for name in names if names.count(name) > 1]:
-            raise ValueError(
-                f"cluster.pools: the name {clash[0]!r} is the one of {rollout.engine}'s own process; take another"
-            )
+            raise ValueError(f"cluster.pools: the name {clash[0]!r} is the one of another pool's process; take another")
         if rollout.tensor_parallel > 1 and rollout.engine != "vllm":
             raise ValueError(
                 f"rollout.tensor_parallel = {rollout.tensor_parallel} is for rollout.engine = 'vllm', not "

@@ -93,6 +93,38 @@ class Future:
         return ProcessDied(process, happened, f"Go on from the last checkpoint with --resume. Ray says: {error}")
 
 
+class TeamFuture(Future):
+    """A call under way on all ranks; what it stands for is the first one's."""
+
+    def __init__(self, first: Future, others: list[Future]):
+        vars(self).update(vars(first))
+        self.first, self.others = first, others
+
+    def result(self) -> Any:
+        """Wait for all ranks, and give the first one's value.
+
+        Raises:
+            UserError, RunError, ProcessDied: see ``Future.result``. When one rank has failed the others, which may be
+                waiting for it, get a moment to tell: a death is the reason for any other error.
+        """
+        waiting = {future.ref: future for future in (self.first, *self.others)}
+        failures: list[Exception] = []
+        while waiting:
+            first, *others = waiting.values()
+            done, _ = ray.wait(list(waiting), timeout=MOMENT if failures else first.left)
+            if not done and not failures:
+                raise first.over(*(future.process for future in others))
+            if not done:
+                break
+            try:
+                waiting.pop(done[0]).result()
+            except (UserError, RunError) as error:
+                failures.append(error)
+        if failures:
+            raise next((error for error in failures if isinstance(error, ProcessDied)), failures[0])
+        return self.first.result()
+
+
 @dataclass(frozen=True)
 class Handle:
     """A role in the process of its pool: ``handle.method(...)`` calls it and waits."""
@@ -129,50 +161,9 @@ class TeamHandle(Handle):
 
     others: list[Process]
 
-    def start(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def start(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> TeamFuture:
         """See ``Handle.start``."""
-        shared = [arg if isinstance(arg, Future) else ray.put(arg) for arg in args]
-        first = super().start(method, *shared, **kwargs)
-        refs = [process.worker.take_part.remote(self.role, method, *shared, **kwargs) for process in self.others]
-        ranks = zip(refs, self.others, strict=True)
-        return TeamFuture(first, [Future(ref, first.what, rank, self.timeout, self.advice, []) for ref, rank in ranks])
-
-
-@dataclass(frozen=True)
-class TeamFuture:
-    """A call under way on all ranks."""
-
-    first: Future
-    others: list[Future]
-
-    @property
-    def ref(self) -> Any:
-        return self.first.ref
-
-    @property
-    def process(self) -> Process:
-        return self.first.process
-
-    def result(self) -> Any:
-        """Wait for all ranks, and give the first one's value.
-
-        Raises:
-            UserError, RunError, ProcessDied: see ``Future.result``. When one rank has failed the others, which may be
-                waiting for it, get a moment to tell: a death is the reason for any other error.
-        """
-        waiting = {future.ref: future for future in (self.first, *self.others)}
-        failures: list[Exception] = []
-        while waiting:
-            first, *others = waiting.values()
-            done, _ = ray.wait(list(waiting), timeout=MOMENT if failures else first.left)
-            if not done and not failures:
-                raise first.over(*(future.process for future in others))
-            if not done:
-                break
-            try:
-                waiting.pop(done[0]).result()
-            except (UserError, RunError) as error:
-                failures.append(error)
-        if failures:
-            raise next((error for error in failures if isinstance(error, ProcessDied)), failures[0])
-        return self.first.result()
+        ranks = [Handle(self.role, process, self.timeout, self.advice) for process in (self.process, *self.others)]
+        shared = [arg if isinstance(arg, Future) else ray.put(arg) for arg in args]  # samples are stored once for all
+        first, *others = [rank.start(method, *shared, **kwargs) for rank in ranks]
+        return TeamFuture(first, others)

@@ -116,10 +116,6 @@ class Worker:
             return method(self.roles[role], *args, **kwargs)
         return getattr(self.roles[role], method)(*args, **kwargs)
 
-    def take_part(self, role: str, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """``call`` for what it does alone: another process of the team answers."""
-        self.call(role, method, *args, **kwargs)
-
 
 def _end_children_with_this_process() -> None:
     """Have what a role starts (an engine's workers, which hold GPUs) killed when this process ends, however it does.
