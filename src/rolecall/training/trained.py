@@ -64,7 +64,7 @@ class Trained:
         self.config, self.settings, self.loaded, self.module = config, settings, loaded, module
         self.device = next(module.parameters()).device
         what = f"training the {type(self).__name__.lower()} (gradients and Adam)"
-        models.check_memory(bytes_to_train(module), what, self.device)
+        models.check_memory(bytes_to_train(module, settings), what, self.device)
         self._planned = settings.epochs * min(settings.minibatches, config.rollout.prompts)  # groups are not split
         updates = max(config.run.steps - waits, 0)
         self.optimizer = Optimizer(module.parameters(), settings, self._planned * updates)
@@ -163,13 +163,9 @@ class Trained:
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: parameter.detach().contiguous() for name, parameter in self._trained_parameters()}
         safetensors.torch.save_file(weights, folder / "weights.safetensors")
-        state = {
-            "model": lora.identity(self.config.model),
-            "optimizer": self.optimizer.state_dict(),
-            "updates": self.updates,
-            "rng": checkpoint.rng_state(),
-        }
+        state = {"settings": self._settings(), "updates": self.updates, "rng": checkpoint.rng_state()}
         torch.save(state, folder / "state.pt")
+        torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
 
     def load(self, folder: str | Path) -> None:
         """Continue exactly where ``save`` was called. Weights change in place: an engine that shares them follows.
@@ -177,13 +173,14 @@ class Trained:
         (On a GPU later steps are bit for bit the same only under ``torch.use_deterministic_algorithms``.)
 
         Raises:
-            UserError: the checkpoint's weights are an adapter that this model does not have, or it has one, they none.
+            UserError: the checkpoint's weights are an adapter that this model does not have, or it has one, they none;
+                or its moments are of another optimizer.
         """
         folder = Path(folder)
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        if state["model"] != (configured := lora.identity(self.config.model)):
+        if state["settings"] != (configured := self._settings()):
             raise UserError(
-                f"{folder} was trained with {_fields(state['model'])}: it cannot be resumed with "
+                f"{folder} was trained with {_fields(state['settings'])}: it cannot be resumed with "
                 f"{_fields(configured)}. Leave these as they were, or start a new run from its model "
                 "(--model.path RUN/model)."
             )
@@ -191,17 +188,23 @@ class Trained:
         with torch.no_grad():
             for name, parameter in self._trained_parameters():
                 parameter.copy_(weights[name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+        self.optimizer.load_state_dict(optimizer)
         self.updates = state["updates"]
         checkpoint.set_rng_state(state["rng"])
+
+    def _settings(self) -> dict[str, Any]:
+        """Those that a checkpoint's tensors belong to."""
+        model = {f"model.{name}": value for name, value in lora.identity(self.config.model).items()}
+        return model | {f"{type(self).__name__.lower()}.optimizer": self.settings.optimizer}
 
     def _trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         named = self.module.named_parameters()
         return ((name, parameter) for name, parameter in named if parameter.requires_grad)
 
 
-def _fields(model: dict[str, Any]) -> str:
-    return ", ".join(f"model.{name} = {value!r}" for name, value in model.items())
+def _fields(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} = {value!r}" for name, value in settings.items())
 
 
 def combine(parts: Sequence[Mapping[str, float | Tensor]], weights: Sequence[float] | None = None) -> Metrics:
