@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from rolecall import config
 from rolecall.config import Config
@@ -119,6 +122,17 @@ def test_without_torchao_it_says_what_to_install(monkeypatch):
 def test_without_compilation_it_is_refused():
     with torch._dynamo.config.patch(disable=True), pytest.raises(UserError, match="TORCH_COMPILE_DISABLE"):
         make(torch.float32, EIGHT)
+
+
+@here
+def test_sharded_weights_are_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weight = nn.Parameter(distribute_tensor(torch.zeros(64, 64), init_device_mesh("cpu", (1,))))
+        with pytest.raises(UserError, match=r"'adamw-8bit': .* shards of a model"):
+            Optimizer([weight], EIGHT, total=1)
+    finally:
+        dist.destroy_process_group()
 
 
 @here

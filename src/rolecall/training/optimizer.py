@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rolecall import config as configuration
 from rolecall.errors import RunError, UserError
@@ -27,7 +28,7 @@ class Optimizer:
         total: optimizer steps planned for the whole run, which the schedule spans.
 
     Raises:
-        UserError: torchao, which 8-bit moments need, is not installed or cannot run.
+        UserError: 8-bit moments, but torchao is not installed, nothing may be compiled, or the weights are sharded.
 
     Attributes:
         steps: that were taken; warm-up counts them.
@@ -144,6 +145,11 @@ def _adam(config: configuration.Optimizer, groups: list[dict[str, Any]]) -> torc
         raise UserError(
             "optimizer = 'adamw-8bit': torchao compiles its step, and TORCH_COMPILE_DISABLE turns compilation off. "
             "Unset that, or take optimizer = 'adamw'."
+        )
+    if any(isinstance(master, DTensor) for group in groups for master in group["params"]):
+        raise UserError(
+            "optimizer = 'adamw-8bit': blocks of values that share a scale would lie across the shards of a model. "
+            "Take optimizer = 'adamw' where a model is sharded over several processes."
         )
     from torchao.optim import AdamW8bit
 
