@@ -13,7 +13,7 @@ from rolecall import config as configuration
 from rolecall.errors import RunError, UserError
 
 BLOCK = 256  # values that share a scale where a moment has 8 bits
-WHOLE = 4096  # values of the smallest tensor whose moments have 8 bits
+SMALLEST = 4096  # values of a tensor whose moments have 8 bits
 
 
 class Optimizer:
@@ -129,7 +129,7 @@ def moment_bytes(parameters: Iterable[Tensor], config: configuration.Optimizer) 
 
     def one(parameter: Tensor) -> int:
         size = parameter.numel()
-        if config.optimizer == "adamw-8bit" and size >= WHOLE and size % BLOCK == 0:
+        if config.optimizer == "adamw-8bit" and size >= SMALLEST and size % BLOCK == 0:
             return size + 4 * size // BLOCK + 4 * 2**8  # and what each code means
         return 4 * size
 
