@@ -83,14 +83,17 @@ def test_moments_are_expected_until_the_first_step(tiny_path):
     assert memory.expected() == 0  # it is gone
 
 
-def test_moments_to_come_make_micro_batches_smaller(gpu):
+def test_moments_to_come_make_micro_batches_smaller(gpu, caplog):
     """0.2 GiB of moments to come: 0.8 x (3.2 GiB - 2 for logits - 0.01 for gradients - 0.2) over 72 KiB a token."""
     weight = torch.nn.Parameter(torch.empty(2**18, 100, device="meta"))
     waiting = Optimizer([weight], config.Optimizer(), total=1)
     assert waiting.unallocated() == 8 * 2**18 * 100  # 0.195 GiB
     memory.expect(waiting)
     gpu(3.2)
-    assert memory.micro_tokens(config.Optimizer(), model_of(layers=1, hidden=512, inner=1024), CUDA) == 11 * 1024
+    with caplog.at_level("INFO"):
+        found = memory.micro_tokens(config.Optimizer(), model_of(layers=1, hidden=512, inner=1024), CUDA)
+    assert found == 11 * 1024
+    assert "Micro-batches of 11264 tokens: 3.2 GiB are free, of which 0.2 are for moments to come" in caplog.text
 
 
 def test_without_a_backward_pass_a_token_takes_one_layer(gpu):

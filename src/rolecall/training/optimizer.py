@@ -148,8 +148,8 @@ def _adam(config: configuration.Optimizer, groups: list[dict[str, Any]]) -> torc
         )
     if any(isinstance(master, DTensor) for group in groups for master in group["params"]):
         raise UserError(
-            "optimizer = 'adamw-8bit': blocks of values that share a scale would lie across the shards of a model. "
-            "Take optimizer = 'adamw' where a model is sharded over several processes."
+            "optimizer = 'adamw-8bit' is for a model that is whole in its process, and this one is sharded. Take "
+            "optimizer = 'adamw'."
         )
     from torchao.optim import AdamW8bit
 
