@@ -1,13 +1,14 @@
 """The Reference: the policy as it was before training, frozen, for the KL term."""
 
 from contextlib import nullcontext
+from functools import cached_property
 
 from rolecall import models
 from rolecall.config import Config
 from rolecall.roles.actor import Actor
 from rolecall.samples import Sample
+from rolecall.training import memory
 from rolecall.training.logprobs import sample_logprobs
-from rolecall.training.memory import MOST
 from rolecall.training.sharding import shard
 
 
@@ -30,8 +31,14 @@ class Reference:
             self._loaded.model.requires_grad_(False)
             self._shards = shard(self._loaded.model)
 
+    @cached_property
+    def micro_tokens(self) -> int:
+        """Most tokens of a micro-batch: the Actor's, where they are configured."""
+        return memory.micro_tokens(self.config.actor, self._loaded.model, models.device(), backward=False)
+
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
         """Log-probability of each response token, at the temperature that the Actor samples and trains at."""
-        rollout, budget = self.config.rollout, self.config.actor.micro_tokens or MOST[models.device().type]
-        with self._adapter.disable_adapter() if self._adapter else nullcontext():
-            return sample_logprobs(self._loaded, samples, rollout.temperature, budget, self._shards)
+        temperature = self.config.rollout.temperature
+        base = self._adapter.disable_adapter() if self._adapter else nullcontext()
+        with base, memory.advising("actor", self.micro_tokens, samples):
+            return sample_logprobs(self._loaded, samples, temperature, self.micro_tokens, self._shards)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rolecall import config as configuration
 from rolecall import models
 from rolecall.config import Config
-from rolecall.errors import RunError, UserError
+from rolecall.errors import UserError
 from rolecall.models import Loaded, lora
 from rolecall.samples import Sample, by_group
 from rolecall.training import checkpoint, memory
@@ -69,11 +69,13 @@ class Trained:
         self.config, self.settings, self.loaded, self.module = config, settings, loaded, module
         self.device = next(module.parameters()).device
         self.shards = shard(module)
-        what = f"training the {type(self).__name__.lower()} (gradients and Adam)"
-        models.check_memory(bytes_to_train(module), what, self.device)
+        self._role = type(self).__name__.lower()
+        what = f"training the {self._role} (gradients and Adam, with moments to come of other roles here)"
+        models.check_memory(bytes_to_train(module, settings) + memory.expected(), what, self.device)
         self._planned = settings.epochs * min(settings.minibatches, config.rollout.prompts)  # groups are not split
         updates = max(config.run.steps - waits, 0)
         self.optimizer = Optimizer(module.parameters(), settings, self._planned * updates)
+        memory.expect(self.optimizer)
         self.updates = 0
         if settings.checkpointing:
             model: Any = loaded.model
@@ -82,7 +84,7 @@ class Trained:
     @cached_property
     def micro_tokens(self) -> int:
         """Most tokens of a micro-batch; where it is not configured, what fits when it is first asked for."""
-        return min(self.shards.gather([memory.micro_tokens(self.settings, self.loaded.model, self.device)]))
+        return memory.micro_tokens(self.settings, self.loaded.model, self.device, dtype=self.shards.dtype)
 
     def take_steps(self, samples: list[Sample], keep: Callable[[Sample], bool], loss: Loss) -> list[Metrics]:
         """``epochs`` passes over the samples, an optimizer step for each of the ``minibatches``.
@@ -97,7 +99,7 @@ class Trained:
             each step's metrics, with ``grad_norm``, ``lr``, and the action tokens ``computed`` and ``skipped``.
 
         Raises:
-            RunError: a gradient is not finite, or a micro-batch does not fit in the GPU's memory.
+            RunError: a gradient is not finite, or out of memory.
         """
         steps = []
         batches = list(self._minibatches(samples))
@@ -108,9 +110,10 @@ class Trained:
             else:
                 counts = [sample.action_tokens for sample in batch]
                 totals = Totals(sum(counts), sum(n > 0 for n in counts), sum(sample.action_tokens for sample in kept))
-                parts: list[Metrics] = self.shards.gather(self._accumulate(kept, totals, loss))
-                counted = {"computed": totals.computed, "skipped": totals.tokens - totals.computed}
-                steps.append(combine(parts) | self.optimizer.step() | counted)
+                with self._advising(kept, backward=True):
+                    parts: list[Metrics] = self.shards.gather(self._accumulate(kept, totals, loss))
+                    metrics = combine(parts) | self.optimizer.step()
+                steps.append(metrics | {"computed": totals.computed, "skipped": totals.tokens - totals.computed})
         self.optimizer.skipped += max(0, self._planned - len(batches))  # fewer groups came than were planned for
         self.updates += 1
         return steps
@@ -130,25 +133,16 @@ class Trained:
         parts: list[Mapping[str, float | Tensor]] = []
         with self._recomputing():
             for micro in self.shards.micro_batches(samples, self.loaded, self.micro_tokens):
-                try:
-                    value, metrics = self.shards.run(partial(loss, micro, totals))
-                    (value * self.shards.count).backward()  # FSDP2 takes the mean over the ranks, we the sum
-                except torch.OutOfMemoryError as error:
-                    raise RunError(self._does_not_fit(micro)) from error
+                value, metrics = self.shards.run(partial(loss, micro, totals))
+                (value * self.shards.count).backward()  # FSDP2 takes the mean over the ranks, we the sum
                 if micro.samples[0] is not NOTHING:
                     parts.append(metrics)
         return [combine(parts)] if parts else []
 
-    def _does_not_fit(self, micro: MicroBatch) -> str:
-        role = type(self).__name__.lower()
-        longest = max(len(sample.prompt) + len(sample.response) for sample in micro.samples)
-        advice = f"Set --{role}.micro_tokens {self.micro_tokens // 2}"
-        if not self.settings.checkpointing:
-            advice += f" or --{role}.checkpointing true"
-        return (
-            f"Out of memory on {self.device} in a micro-batch of {micro.tokens.numel()} tokens (longest sample: "
-            f"{longest}) with {role}.micro_tokens = {self.micro_tokens}. {advice}."
-        )
+    def _advising(self, samples: list[Sample], *, backward: bool = False) -> AbstractContextManager[None]:
+        """See ``memory.advising``. ``backward``: these are trained on."""
+        other = f"--{self._role}.checkpointing true" if backward and not self.settings.checkpointing else ""
+        return memory.advising(self._role, self.micro_tokens, samples, other)
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
@@ -166,22 +160,17 @@ class Trained:
         """Write all state into ``folder``: trained weights (tied ones once), optimizer, counters, random generators."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        state = {"settings": self._settings(), "updates": self.updates, "rng": checkpoint.rng_state()}
         optimizer = self.optimizer.state_dict()
         if self.shards.count > 1:
-            self.optimizer.allocate()
             distributed_checkpoint.save(self._sharded_state(), checkpoint_id=folder / SHARDS)
-            optimizer["adam"] = {"state": {}}
+            del optimizer["adam"]["state"]
         else:
             weights = {name: parameter.detach().contiguous() for name, parameter in self._trained_parameters()}
             safetensors.torch.save_file(weights, folder / "weights.safetensors")
-        state = {
-            "model": lora.identity(self.config.model),
-            "optimizer": optimizer,
-            "updates": self.updates,
-            "rng": checkpoint.rng_state(),
-        }
         if self.shards.rank == 0:
             torch.save(state, folder / "state.pt")
+            torch.save(optimizer, folder / "optimizer.pt")
 
     def load(self, folder: str | Path) -> None:
         """Continue exactly where ``save`` was called. Weights change in place: an engine that shares them follows.
@@ -190,13 +179,14 @@ class Trained:
 
         Raises:
             UserError: the checkpoint's weights are an adapter that this model does not have, or it has one, they none;
-                or they are sharded and this model is not, or it is, they are not.
+                or its moments are of another optimizer; or one process saved it and this is one of several, or the
+                other way round.
         """
         folder = Path(folder)
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        if state["model"] != (configured := lora.identity(self.config.model)):
+        if state["settings"] != (configured := self._settings()):
             raise UserError(
-                f"{folder} was trained with {_fields(state['model'])}: it cannot be resumed with "
+                f"{folder} was trained with {_fields(state['settings'])}: it cannot be resumed with "
                 f"{_fields(configured)}. Leave these as they were, or start a new run from its model "
                 "(--model.path RUN/model)."
             )
@@ -207,32 +197,38 @@ class Trained:
                 f"cluster.pools.NAME.processes = {self.shards.count}. Set {'1' if sharded else 'any number over 1'}, "
                 "or start a new run from its model (--model.path RUN/model)."
             )
+        optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
         if sharded:
-            self.optimizer.allocate()
             shards = self._sharded_state()
             distributed_checkpoint.load(shards, checkpoint_id=folder / SHARDS)
-            state["optimizer"]["adam"]["state"] = shards["adam"]
+            optimizer["adam"]["state"] = shards["adam"]
         else:
             weights = safetensors.torch.load_file(folder / "weights.safetensors", device=str(self.device))
             with torch.no_grad():
                 for name, parameter in self._trained_parameters():
                     parameter.copy_(weights[name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(optimizer)
         self.updates = state["updates"]
         checkpoint.set_rng_state(state["rng"])
 
     def _sharded_state(self) -> dict[str, Any]:
-        """What each rank has a shard of, as it is in use: what is read into it is in use, too."""
+        """What each rank has a shard of, in the very tensors that are in use."""
+        self.optimizer.allocate()
         weights = {name: parameter.detach() for name, parameter in self._trained_parameters()}
         return {"weights": weights, "adam": self.optimizer.state_dict()["adam"]["state"]}
+
+    def _settings(self) -> dict[str, Any]:
+        """Those that a checkpoint's tensors belong to."""
+        model = {f"model.{name}": value for name, value in lora.identity(self.config.model).items()}
+        return model | {f"{self._role}.optimizer": self.settings.optimizer}
 
     def _trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         named = self.module.named_parameters()
         return ((name, parameter) for name, parameter in named if parameter.requires_grad)
 
 
-def _fields(model: dict[str, Any]) -> str:
-    return ", ".join(f"model.{name} = {value!r}" for name, value in model.items())
+def _fields(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} = {value!r}" for name, value in settings.items())
 
 
 def combine(parts: Sequence[Mapping[str, float | Tensor]], weights: Sequence[float] | None = None) -> Metrics:
