@@ -1,6 +1,6 @@
 """Linear layers that read the same input, as one matrix product: a small model's step is mostly small products."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -17,9 +17,11 @@ class Fused:
 
     Args:
         owner: the module that has them, by these names.
+        linear: what computes: ``F.linear``, or what stands for it.
     """
 
-    def __init__(self, owner: nn.Module, names: tuple[str, ...]):
+    def __init__(self, owner: nn.Module, names: tuple[str, ...], linear: Callable[..., Tensor]):
+        self.linear = linear
         self.owner, self.linears = owner, {name: getattr(owner, name) for name in names}
         linears = list(self.linears.values())
         self.weight = _joined([linear.weight for linear in linears])
@@ -31,7 +33,7 @@ class Fused:
     def output(self, number: int, hidden: Tensor) -> Tensor:
         """What the linear layer of that number gives; the first one that is asked computes for all."""
         if self.input is not hidden:
-            self.input, self.outputs = hidden, F.linear(hidden, self.weight, self.bias).split(self.sizes, -1)
+            self.input, self.outputs = hidden, self.linear(hidden, self.weight, self.bias).split(self.sizes, -1)
         output = self.outputs[number]
         if number == len(self.sizes) - 1:
             self.input, self.outputs = None, ()
@@ -49,7 +51,7 @@ class _Part(nn.Module):
         return self.group.output(self.number, hidden)
 
 
-def fuse(model: nn.Module) -> list[Fused]:
+def fuse(model: nn.Module, linear: Callable[..., Tensor] = F.linear) -> list[Fused]:
     """Every group of linear layers in the model that ``TOGETHER`` names and that is nothing but linear."""
     found = []
     for module in model.modules():
@@ -57,7 +59,7 @@ def fuse(model: nn.Module) -> list[Fused]:
             linears: list[Any] = [getattr(module, name, None) for name in names]
             plain = all(type(linear) is nn.Linear for linear in linears)
             if plain and len({(linear.in_features, linear.bias is None) for linear in linears}) == 1:
-                found.append(Fused(module, names))
+                found.append(Fused(module, names, linear))
     return found
 
 
