@@ -31,19 +31,16 @@ def kernels() -> Any:
 
 def make_invariant(model: nn.Module) -> None:
     """Let all linear layers of the model, and the means that its norms take, compute each row alone."""
-    any_model: Any = model
-    for module in any_model.modules():
-        if type(module) is nn.Linear:
-            module.forward = partial(_linear, module)
-        elif not any(module.children()):  # a norm is one of these; what else there is takes no means
-            module.forward = partial(_forward, module)
+    for module in model.modules():
+        if not any(module.children()):  # a norm is one of these; the others take no means
+            module.forward = partial(_linear if type(module) is nn.Linear else _row_by_row, module)
 
 
-def _linear(module: nn.Linear, hidden: Tensor) -> Tensor:
+def _linear(module: Any, hidden: Tensor) -> Tensor:
     return linear(hidden, module.weight, module.bias)
 
 
-def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _row_by_row(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with _RowMeans():
         return type(module).forward(module, *args, **kwargs)
 
