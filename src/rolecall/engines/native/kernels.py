@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rolecall.engines.native.pages import ALIGNED, PAGE
 from rolecall.engines.native.sampling import Batch
@@ -16,6 +17,35 @@ from rolecall.engines.native.sampling import Batch
 BLOCK, WARPS, STAGES = 64, 2, 2  # of attention: positions of the cache that a program reads at once
 PROGRAMS = 512  # that fill the GPU: fewer (row, head) pairs are split along the sequence
 CHUNK = 4096  # logits that a program sums
+
+
+def overlap(x: Tensor) -> dict[str, bool]:
+    """How to launch a kernel that begins before the one in front of it has ended, where the GPU can do that.
+
+    It may read what does not come from that one, and then calls ``take_over``.
+    """
+    able = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    return {"OVERLAPS": True, "launch_pdl": True} if able else {"OVERLAPS": False}
+
+
+@triton.jit
+def take_over():
+    """Wait until all earlier kernels have ended, and let the next one begin."""
+    gdc_wait()
+    gdc_launch_dependents()
+
+
+@triton.jit
+def fetch(pointers, mask):
+    """Bring what these point to into the L2 cache, and do not wait for it."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [pointers.to(tl.int64), mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @torch.library.custom_op("rolecall::paged_attention", mutates_args=())
@@ -68,6 +98,8 @@ def attend(
     n, heads, width = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
+    # Layers that leave the turning to this kernel leave it the start, too: see ``few``.
+    overlaps = overlap(query) if rotary else {"OVERLAPS": False}
     splits = min(16, triton.next_power_of_2(max(1, PROGRAMS // (n * kv_heads))))
     # Where q, k and v are parts of one product, each row of theirs is followed by the others'.
     query, key, value = (x if x.stride()[1:] == (width, 1) else x.contiguous() for x in (query, key, value))
@@ -112,6 +144,7 @@ def attend(
         BLOCK_SIZE=BLOCK,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         **padded,
+        **overlaps,
         num_warps=WARPS,
         num_stages=STAGES,
     )
@@ -125,9 +158,11 @@ def _attend(
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
     ROTARY: tl.constexpr, NORMS: tl.constexpr, SPLITS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP_PAD: tl.constexpr, WIDTH_PAD: tl.constexpr,
+    GROUP_PAD: tl.constexpr, WIDTH_PAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program: the query heads of one row that share a key/value head, over one split of the row's positions."""
+    if OVERLAPS:
+        take_over()
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
     keys, values = anchor + tl.load(offsets) * UNIT, anchor + tl.load(offsets + 1) * UNIT
@@ -193,7 +228,7 @@ def _attend(
             largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
             total = tl.zeros([GROUP_PAD], tl.float32)
             mean = tl.zeros([GROUP_PAD, WIDTH_PAD], tl.float32)
-            for other in range(SPLITS):
+            for other in tl.static_range(SPLITS):
                 parts = heads * SPLITS + other
                 high = tl.load(stats + parts * 2, mask=members < GROUP, other=0.0, cache_modifier=".cg")
                 mass = tl.load(stats + parts * 2 + 1, mask=members < GROUP, other=1.0, cache_modifier=".cg")
