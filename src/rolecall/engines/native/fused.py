@@ -1,6 +1,6 @@
 """Linear layers that read the same input, as one matrix product: a small model's step is mostly small products."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -11,29 +11,30 @@ from torch import Tensor, nn
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in the order in which the models call them
 
+Replacement = tuple[nn.Module, str, Any]  # an attribute of a module, and what is to stand for it
+
 
 class Fused:
     """Some linear layers with one input. Their parameters become parts of one tensor each, and stay parameters.
 
     Args:
         owner: the module that has them, by these names.
-        linear: what computes: ``F.linear``, or what stands for it.
     """
 
-    def __init__(self, owner: nn.Module, names: tuple[str, ...], linear: Callable[..., Tensor]):
-        self.linear = linear
-        self.owner, self.linears = owner, {name: getattr(owner, name) for name in names}
-        linears = list(self.linears.values())
+    def __init__(self, owner: nn.Module, names: tuple[str, ...]):
+        self.owner = owner
+        linears = [getattr(owner, name) for name in names]
         self.weight = _joined([linear.weight for linear in linears])
         self.bias = None if linears[0].bias is None else _joined([linear.bias for linear in linears])
         self.sizes = [linear.out_features for linear in linears]
         self.input: Tensor | None = None
         self.outputs: tuple[Tensor, ...] = ()
+        self.replacements: list[Replacement] = [(owner, name, _Part(self, i)) for i, name in enumerate(names)]
 
     def output(self, number: int, hidden: Tensor) -> Tensor:
         """What the linear layer of that number gives; the first one that is asked computes for all."""
         if self.input is not hidden:
-            self.input, self.outputs = hidden, self.linear(hidden, self.weight, self.bias).split(self.sizes, -1)
+            self.input, self.outputs = hidden, F.linear(hidden, self.weight, self.bias).split(self.sizes, -1)
         output = self.outputs[number]
         if number == len(self.sizes) - 1:
             self.input, self.outputs = None, ()
@@ -51,7 +52,7 @@ class _Part(nn.Module):
         return self.group.output(self.number, hidden)
 
 
-def fuse(model: nn.Module, linear: Callable[..., Tensor] = F.linear) -> list[Fused]:
+def fuse(model: nn.Module) -> list[Fused]:
     """Every group of linear layers in the model that ``TOGETHER`` names and that is nothing but linear."""
     found = []
     for module in model.modules():
@@ -59,22 +60,21 @@ def fuse(model: nn.Module, linear: Callable[..., Tensor] = F.linear) -> list[Fus
             linears: list[Any] = [getattr(module, name, None) for name in names]
             plain = all(type(linear) is nn.Linear for linear in linears)
             if plain and len({(linear.in_features, linear.bias is None) for linear in linears}) == 1:
-                found.append(Fused(module, names, linear))
+                found.append(Fused(module, names))
     return found
 
 
 @contextmanager
-def in_use(groups: list[Fused]) -> Iterator[None]:
-    """Within it the linear layers of these groups compute together."""
+def in_use(replacements: list[Replacement]) -> Iterator[None]:
+    """Within it these stand in their modules."""
+    before = [getattr(owner, name) for owner, name, _ in replacements]
     try:
-        for group in groups:
-            for number, name in enumerate(group.linears):
-                setattr(group.owner, name, _Part(group, number))
+        for owner, name, new in replacements:
+            setattr(owner, name, new)
         yield
     finally:
-        for group in groups:
-            for name, linear in group.linears.items():
-                setattr(group.owner, name, linear)
+        for (owner, name, _), old in zip(replacements, before, strict=True):
+            setattr(owner, name, old)
 
 
 def _joined(parameters: list[nn.Parameter]) -> Tensor:
