@@ -4,9 +4,9 @@ A row that is computed alone cannot depend on others, so these are batch-invaria
 """
 
 import ctypes
+import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from rolecall.models.invariant import ALIGNED
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    rows = torch.stack([b @ row for row in a]) if len(a) else a.new_empty(0, len(b))
+    rows = torch.stack([b.float() @ row for row in a.float()])
     return (rows if bias is None else rows + bias).to(dtype)
 
 
@@ -23,10 +23,8 @@ def row_means(x: Tensor) -> Tensor:
     return torch.stack([row.mean() for row in x.flatten(0, -2)]).view(x.shape[:-1])
 
 
-def store(
-    key: Tensor, value: Tensor, anchor: Tensor, offsets: Tensor, table: Tensor, starts: Tensor, positions: Tensor,
-    page: int,
-) -> None:  # fmt: skip
+def store(key: Tensor, value: Tensor, where: Any, page: int) -> None:
+    anchor, offsets, table, starts, positions = where
     pages = _pages(anchor, offsets, table, key.shape[1], page, key.shape[2])
     for token, (start, position) in enumerate(zip(starts.tolist(), positions.flatten().tolist(), strict=True)):
         number = table.flatten()[start + position // page]
@@ -34,10 +32,8 @@ def store(
             part[number, :, position % page] = new[token]
 
 
-def attention(
-    query: Tensor, kv_heads: int, anchor: Tensor, offsets: Tensor, table: Tensor, starts: Tensor, positions: Tensor,
-    page: int, scale: float, window: int,
-) -> Tensor:  # fmt: skip
+def attention(query: Tensor, kv_heads: int, where: Any, page: int, scale: float, window: int) -> Tensor:
+    anchor, offsets, table, starts, positions = where
     pages = _pages(anchor, offsets, table, kv_heads, page, query.shape[2])
     out = []
     for own, start, position in zip(query, starts.tolist(), positions.flatten().tolist(), strict=True):
@@ -55,8 +51,8 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tens
 
 def _pages(anchor: Tensor, offsets: Tensor, table: Tensor, heads: int, page: int, width: int) -> list[Tensor]:
     """Keys and values, (pages, heads, page, width) each, found as the kernels find them: by their addresses."""
-    shape = int(table.max()) + 1, heads, page, width
-    kind: Any = {4: ctypes.c_float, 8: ctypes.c_double}[anchor.element_size()]
-    addresses = [anchor.data_ptr() + int(offset) * ALIGNED * anchor.element_size() for offset in offsets]
-    buffers = [(kind * int(np.prod(shape))).from_address(address) for address in addresses]
-    return [torch.from_numpy(np.ctypeslib.as_array(buffer)).view(shape) for buffer in buffers]
+    shape, size = (int(table.max()) + 1, heads, page, width), anchor.element_size()
+    nbytes = math.prod(shape) * size
+    addresses = [anchor.data_ptr() + int(offset) * ALIGNED * size for offset in offsets]
+    buffers = [(ctypes.c_uint8 * nbytes).from_address(address) for address in addresses]
+    return [torch.frombuffer(buffer, dtype=anchor.dtype).view(shape) for buffer in buffers]

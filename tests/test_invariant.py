@@ -82,9 +82,9 @@ def build(kind: str, tokenizer: Any, dtype: torch.dtype = torch.float32, *, exac
 
 
 def asked(temperature: float = 0.7) -> list[Request]:
-    """Prompts of one token to three pages, groups of one to nine."""
-    sizes = [(1, 3), (31, 1), (33, 9), (90, 2)]
-    sampling = Sampling(45, temperature=temperature)
+    """Prompts of one token to three pages, groups of one to four."""
+    sizes = [(1, 2), (31, 1), (33, 4), (70, 2)]
+    sampling = Sampling(20, temperature=temperature)
     return [Request(i, str(i), [3 + i] * size, n, 5, sampling) for i, (size, n) in enumerate(sizes)]
 
 
@@ -94,21 +94,17 @@ def same_bits(samples: list[Sample], rows: list[list[float]]) -> None:
         assert sample.logprobs == row  # as floats that are exact
 
 
-DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=ON_GPU)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_engine_reports_the_actors_log_probabilities_bit_for_bit(tiny: Loaded, kind: str, dtype: torch.dtype):
     """Many rows and few, rows that give up their pages and are computed again; packed together and apart."""
     loaded = build(kind, tiny.tokenizer, dtype)
     first = PagedEngine(loaded, 64).generate(asked())
-    for most, pages in ((2, None), (8, 9)):
+    for most, pages in ((2, None), (8, 7)):
         again = PagedEngine(loaded, most, pages).generate(asked())
         assert [(s.response, s.logprobs) for s in again] == [(s.response, s.logprobs) for s in first]
-    for budget in (10_000, 200, 1):
-        same_bits(first, sample_logprobs(loaded, first, 0.7, budget))
-    same_bits(first, sample_logprobs(loaded, first[::-1], 0.7, 300)[::-1])
+    same_bits(first, sample_logprobs(loaded, first, 0.7, 10_000))
+    same_bits(first, sample_logprobs(loaded, first[::-1], 0.7, 90)[::-1])
 
 
 @pytest.mark.parametrize("kind", KINDS)

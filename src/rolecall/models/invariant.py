@@ -129,7 +129,7 @@ class PackedTokens:
             both = torch.stack([part[0].transpose(0, 1) for part in (key, value)])  # (2, L, Hkv, D)
             offsets = torch.arange(2, device=both.device) * (both[0].numel() // ALIGNED)
             where = both, offsets, self.table, self.starts, self.positions
-            out = kernels().attention(query[0].transpose(0, 1), key.shape[1], *where, 1, scale, window or 0)
+            out = kernels().attention(query[0].transpose(0, 1), key.shape[1], where, 1, scale, window or 0)
         ordinary = partial(self.ordinary.attend, layer, query, key, value, scale, window)
         return stand_in(out.transpose(0, 1)[None], ordinary)
 

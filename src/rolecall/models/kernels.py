@@ -19,6 +19,8 @@ BAND = 8  # tiles of rows that are computed with one tile of the weights, which 
 BLOCK, WARPS, STAGES = 64, 2, 2  # of attention: positions that a program reads at once
 CHUNK = 4096  # logits that a program reads at once
 
+Where = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """a @ b.T + bias, summed in float32: a (n, K), b (m, K), bias (m,) -> (n, m) in ``dtype``."""
@@ -27,24 +29,11 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Te
     out = a.new_empty(n, columns, dtype=dtype)
     tile = FLOAT if a.dtype == torch.float32 else FEW if n <= MANY_ROWS else MANY
     height, width, depth, warps, stages = tile
-    _product[(triton.cdiv(n, height) * triton.cdiv(columns, width),)](
-        a,
-        b,
-        b if bias is None else bias,
-        out,
-        n,
-        columns,
-        inner,
-        BIAS=bias is not None,
-        EVEN=inner % depth == 0,
-        PRECISION="ieee" if a.dtype == torch.float32 else "tf32",
-        HEIGHT=height,
-        TILE_WIDTH=width,
-        DEPTH=depth,
-        BAND_SIZE=BAND,
-        num_warps=warps,
-        num_stages=stages,
-    )
+    sizes = {"HEIGHT": height, "TILE_WIDTH": width, "DEPTH": depth, "BAND_SIZE": BAND}
+    flags = {"BIAS": bias is not None, "EVEN": inner % depth == 0, "PRECISION": _precision(a)}
+    grid = (triton.cdiv(n, height) * triton.cdiv(columns, width),)
+    given = a, b, b if bias is None else bias, out, n, columns, inner
+    _product[grid](*given, **sizes, **flags, num_warps=warps, num_stages=stages)
     return out
 
 
@@ -95,36 +84,13 @@ def _row_mean(x, out, size, SIZE_PAD: tl.constexpr):
     tl.store(out + row, tl.sum(tl.load(x + row * size + at, mask=at < size, other=0.0), 0) / size)
 
 
-def store(
-    key: Tensor,
-    value: Tensor,
-    anchor: Tensor,
-    offsets: Tensor,
-    table: Tensor,
-    starts: Tensor,
-    positions: Tensor,
-    page: int,
-) -> None:
-    """Write the keys and values of n tokens, (n, Hkv, D) each, to their places. The rest is as in ``attention``."""
-    n, heads, width = key.shape
+def store(key: Tensor, value: Tensor, where: Where, page: int) -> None:
+    """Write the keys and values of n tokens, (n, Hkv, D) each, to where ``attention`` finds them."""
     key, value = _rows(key), _rows(value)
-    _store[(n, heads)](
-        key,
-        value,
-        anchor,
-        offsets,
-        table,
-        starts,
-        positions,
-        key.stride(0),
-        value.stride(0),
-        HEADS=heads,
-        WIDTH=width,
-        PAGE_SIZE=page,
-        UNIT=ALIGNED,
-        WIDTH_PAD=triton.next_power_of_2(width),
-        num_warps=1,
-    )
+    n, heads, width = key.shape
+    shape = {"HEADS": heads, "WIDTH": width, "WIDTH_PAD": triton.next_power_of_2(width)}
+    strides = key.stride(0), value.stride(0)
+    _store[(n, heads)](key, value, *where, *strides, PAGE_SIZE=page, UNIT=ALIGNED, **shape, num_warps=1)
 
 
 @triton.jit
@@ -143,58 +109,29 @@ def _store(
     tl.store(anchor + tl.load(offsets + 1) * UNIT + place, new, mask=real)
 
 
-def attention(
-    query: Tensor,
-    kv_heads: int,
-    anchor: Tensor,
-    offsets: Tensor,
-    table: Tensor,
-    starts: Tensor,
-    positions: Tensor,
-    page: int,
-    scale: float,
-    window: int,
-) -> Tensor:
+def attention(query: Tensor, kv_heads: int, where: Where, page: int, scale: float, window: int) -> Tensor:
     """Each of n tokens attends to its sequence's positions up to its own, whose keys and values are in pages.
 
     Args:
         query: (n, Hq, D).
-        anchor, offsets: keys and values, (pages, kv_heads, page, D) each, are ``offsets`` (2,) int64 in ``ALIGNED``
-            elements behind ``anchor``.
-        table: int32 page numbers, all sequences' in turn. starts: (n,) int64, where in it those of a token's begin.
-        positions: (n,) int64 of the tokens.
+        where: ``anchor`` and ``offsets``, (2,) int64: keys and values, (pages, kv_heads, page, D) each, are so many
+            times ``ALIGNED`` elements behind it. ``table``, int32 page numbers, all sequences' in turn; ``starts``,
+            (n,) int64, where in it those of a token's begin; ``positions``, (n,) int64 of the tokens.
         page: positions in a page.
         window: positions that a token sees, its own one included; 0: all.
 
     Returns:
         (n, Hq, D).
     """
-    n, heads, width = query.shape
     query = _rows(query)
+    n, heads, width = query.shape
+    group = heads // kv_heads
     out = query.new_empty(query.shape)
-    _attend[(n, kv_heads)](
-        query,
-        anchor,
-        offsets,
-        table,
-        starts,
-        positions,
-        out,
-        scale,
-        query.stride(0),
-        HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        WIDTH=width,
-        WINDOW=window,
-        PAGE_SIZE=page,
-        UNIT=ALIGNED,
-        BLOCK_SIZE=BLOCK,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        GROUP_PAD=max(16, triton.next_power_of_2(heads // kv_heads)),
-        WIDTH_PAD=triton.next_power_of_2(width),
-        num_warps=WARPS,
-        num_stages=STAGES,
-    )
+    shape = {"HEADS": kv_heads, "GROUP": group, "WIDTH": width, "WINDOW": window, "PAGE_SIZE": page, "UNIT": ALIGNED}
+    padded = {"GROUP_PAD": max(16, triton.next_power_of_2(group)), "WIDTH_PAD": triton.next_power_of_2(width)}
+    blocks = {"BLOCK_SIZE": BLOCK, "num_warps": WARPS, "num_stages": STAGES}
+    given = query, *where, out, scale, query.stride(0)
+    _attend[(n, kv_heads)](*given, PRECISION=_precision(query), **shape, **padded, **blocks)
     return out
 
 
@@ -265,6 +202,10 @@ def _token_logprob(logits, targets, temperature, out, size, CHUNK_SIZE: tl.const
         sums += tl.exp(tl.load(logits + at, mask=at < size, other=-float("inf")) / heat - largest)
     chosen = tl.load(logits + tl.load(targets + row)) / heat
     tl.store(out + row, chosen - largest - tl.log(tl.sum(sums, 0)))
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
 def _rows(x: Tensor) -> Tensor:

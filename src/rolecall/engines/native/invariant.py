@@ -25,8 +25,8 @@ class PagedTokens:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         query, key, value = (x.squeeze(2) for x in (query, key, value))
         where = self.cache.anchor, self.cache.offsets[layer], self.table, self.starts, self.positions
-        kernels().store(key, value, *where, PAGE)
-        return kernels().attention(query, key.shape[1], *where, PAGE, scale, window or 0).unsqueeze(2)
+        kernels().store(key, value, where, PAGE)
+        return kernels().attention(query, key.shape[1], where, PAGE, scale, window or 0).unsqueeze(2)
 
 
 class TokenPrefill(PagedTokens):
