@@ -178,12 +178,13 @@ def test_linear_layers_with_one_input_compute_together_and_stay_parameters(tiny_
         names = list(model.state_dict())
         groups = fused.fuse(model)
         assert len(groups) == 2 * model.config.num_hidden_layers
-        with fused.in_use(groups):
+        together = [replacement for group in groups for replacement in group.replacements]
+        with fused.in_use(together):
             assert torch.allclose(model(tokens).logits, before, atol=1e-5)
         assert list(model.state_dict()) == names and torch.allclose(model(tokens).logits, before, atol=1e-5)
         model.model.layers[0].mlp.up_proj.weight.zero_()  # an update is seen by both
         changed = model(tokens).logits
-        with fused.in_use(groups):
+        with fused.in_use(together):
             assert torch.allclose(model(tokens).logits, changed, atol=1e-5)
         assert not torch.allclose(changed, before, atol=1e-5)
 
@@ -196,7 +197,7 @@ def test_two_engines_on_one_model_compute_with_the_same_weights(tiny_path: Any):
             parameter.mul_(1.3)
         updated = model(torch.arange(10)[None]).logits
         for groups in (first, second):
-            with fused.in_use(groups):
+            with fused.in_use([replacement for group in groups for replacement in group.replacements]):
                 assert torch.allclose(model(torch.arange(10)[None]).logits, updated, atol=1e-4)
 
 
@@ -277,7 +278,7 @@ def test_the_attention_kernel(rows: int, heads: int, kv_heads: int, width: int, 
     query, key, value = together.split((heads, kv_heads, kv_heads), 1)
     expected = cache.pool[1].double()
     wanted = attend_plainly(query.double(), key.double(), value.double(), expected, table, positions, 0.1, window)
-    where = cache.anchor, cache.offsets[1], table, positions
+    where = cache.anchor, cache.offsets[1], cache.arrivals, table, positions
     got = paged_attention(query, key, value, *where, 0.1, window or 0)
     assert (got - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
     assert torch.equal(cache.pool[1].double(), expected)  # the new keys and values, and nothing else

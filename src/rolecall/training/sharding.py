@@ -106,7 +106,14 @@ class Shards:
         device = next(loaded.model.parameters()).device
 
         def cut(samples: list[Sample]) -> Iterator[MicroBatch]:
-            return micro_batches(samples, budget, packed=loaded.packed, device=device, window=loaded.window)
+            return micro_batches(
+                samples,
+                budget,
+                packed=loaded.packed,
+                device=device,
+                window=loaded.window,
+                invariant=loaded.invariant,
+            )
 
         micros = cut(share(samples, self.rank, self.count))
         if self.root is None:
