@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,12 +111,11 @@ def test_each_process_has_an_engine_and_a_dead_or_silent_one_is_named(tmp_path, 
         with pytest.raises(ProcessDied, match=r"pool 'train-1' \(actor, rollout; process \d+ on .*\) died") as caught:
             roles.actor.update(uneven())
         assert caught.value.process is second
-    with spawn(config(tiny_path, BESIDE, timeout=60)) as roles:
-        stopped = roles.rollout.handles[1].process
-        os.kill(stopped.pid, signal.SIGSTOP)
-        late = r"actor.update did not return within 60 s in pool 'train-0' .* and pool 'train-1' .*; these processes"
+    with spawn(config(tiny_path, BESIDE)) as roles:
+        os.kill(roles.rollout.handles[1].process.pid, signal.SIGSTOP)
+        late = r"actor.update did not return within 5 s in pool 'train-0' .* and pool 'train-1' .*; these processes"
         with pytest.raises(ProcessDied, match=late):
-            roles.actor.update(uneven())
+            replace(roles.actor, timeout=5.0).update(uneven())
 
 
 # The configuration. ------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The Rollout: an engine, and how new weights come into it."""
 
+import logging
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,8 @@ from rolecall.sync.buckets import plan
 from rolecall.sync.ends import Link, Offer, Receiver
 from rolecall.sync.shared import check_same_storage
 from rolecall.training.sharding import whole
+
+log = logging.getLogger(__name__)
 
 
 class Rollout:
@@ -30,7 +33,10 @@ class Rollout:
         sharded = actor is not None and actor.shards.count > 1
         self.engine: Any = engines.create(config, actor.loaded if actor and not sharded else None)
         if actor and sharded:
-            self.engine.expect([entry for bucket in plan(actor.weights()) for entry in bucket])
+            entries = [entry for bucket in plan(actor.weights()) for entry in bucket]
+            self.engine.expect(entries)
+            size = sum(entry.nbytes for entry in entries) / 2**30
+            log.info("The engine keeps a whole copy of the sharded Actor's weights: %.1f GiB.", size)
         self._receiver: Receiver | None = None
         self._awaited: set[int] = set()  # buckets of an update that have not arrived
         self._unfinished: int | None = None  # the version of an update that was begun

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rolecall import models
 from rolecall.errors import RunError
 from rolecall.models import Loaded
 from rolecall.samples import Sample, by_group
@@ -65,7 +66,7 @@ def meet(rank: int, address: str, port: int, ranks: int, seconds: float) -> None
     try:
         store = dist.TCPStore(address, port, is_master=False, timeout=limit)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-        dist.barrier()  # NCCL connects only now
+        dist.all_reduce(torch.zeros(1, device=models.device()))  # NCCL connects only now
     except RuntimeError as error:
         raise RunError(f"Rank {rank} of {ranks} did not meet the others at {address}:{port}: {error}") from None
 
@@ -115,10 +116,10 @@ class Shards:
                 invariant=loaded.invariant,
             )
 
-        micros = cut(share(samples, self.rank, self.count))
         if self.root is None:
-            yield from micros
+            yield from cut(samples)
             return
+        micros = cut(share(samples, self.rank, self.count))
         micro = next(micros, None)
         more = self._any(micro is not None)
         while more:
@@ -169,7 +170,7 @@ def shard(module: nn.Module) -> Shards:
         weights = [parameter for parameter in part.parameters() if not isinstance(parameter, DTensor)]
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         if any(weight.requires_grad and weight.itemsize < 4 for weight in weights):
-            policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
             for weight in weights:
                 weight.data = weight.data.float()
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
