@@ -134,7 +134,7 @@ def test_what_cannot_be_replicated_is_refused_with_the_way_out():
     with pytest.raises(UserError, match=r"rollout.replicas = 2: the native engine shares .* actor, .* pool of its own"):
         Config(rollout={"replicas": 2})
     clash = APART | {"roll-1": {"roles": ["reference"]}}
-    with pytest.raises(UserError, match="name 'roll-1' is the one of native's own process; take another"):
+    with pytest.raises(UserError, match="name 'roll-1' is the one of another pool's process; take another"):
         Config(rollout={"replicas": 2}, algorithm={"watch_kl": True}, cluster={"pools": clash})
 
 
