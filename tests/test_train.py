@@ -94,8 +94,11 @@ def test_own_data_and_own_reward_without_touching_the_package(tmp_path, tiny_pat
     assert 0 < run.metrics[0]["reward/mean"] <= 1
 
 
-def test_a_run_by_the_command_line_that_is_killed_and_resumed_is_as_one_in_python(tmp_path, local_ray):
-    """SIGKILL at a random step. What was done is the same to the bit, then the same prompts, metrics and weights."""
+def test_a_killed_run_resumes_to_the_same_result(tmp_path, local_ray):
+    """SIGKILL at a random step of a run by the command line, which goes on in Python, beside one in Python alone.
+
+    Till then equal metrics to the bit; then the same prompts, and to rounding the same metrics.
+    """
     steps, killed = 24, tmp_path / "killed"
     short = {"run.steps": steps, "run.save_every": 3, "rollout.prompts": 2, "rollout.group_size": 4, "data.holdout": 2}
     recipe = RECIPES / "ppo-tiny.toml"  # PPO: Critic and KL controller are part of what must come back
@@ -152,7 +155,7 @@ def test_what_may_change_on_resume_takes_effect_and_the_algorithm_may_not(tmp_pa
 @pytest.mark.slow
 def test_the_real_model_runs_and_moves(tmp_path, local_ray):
     """Two steps of the demo on the 135M model."""
-    small = {"run.steps": 2, "rollout.group_size": 4, "data.holdout": 2, "run.eval_samples": 1}
+    small = {"run.steps": 2, "rollout.prompts": 4, "rollout.group_size": 4, "data.holdout": 2, "run.eval_samples": 1}
     demo = Path(rolecall.__file__).with_name("demo.toml")
     run = rolecall.train(Config.load(demo, small | {"run.dir": str(tmp_path / "run")}))
     assert len(run.metrics) == 2
