@@ -44,9 +44,11 @@ def _line(row: Row) -> str:
 def _table(result: dict[str, Any]) -> str:
     rows = sorted(result["rows"], key=lambda row: (row["size"], list(MODES).index(row["mode"])))
     lines = [
-        f"{step.PROMPTS} prompts x {step.GROUP} samples, {_gpu.PROMPT} + {step.TOKENS} tokens, random weights of "
-        f"Qwen2's sizes, bf16; median of the steps after the first {step.WARMUP}. Peak memory is all that is held on "
-        "the GPU, by any process.",
+        _gpu.about(
+            f"{step.PROMPTS} prompts x {step.GROUP} samples, {_gpu.PROMPT} + {step.TOKENS} tokens, random weights of "
+            f"Qwen2's sizes, bf16; median of the steps after the first {step.WARMUP}. Peak memory is all that is held "
+            "on the GPU, by any process."
+        ),
         "",
         "| size | generation by | s a step | by stage, s | peak GiB |",
         "|---|---|---|---|---|",

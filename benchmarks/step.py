@@ -160,10 +160,12 @@ def _table(result: dict[str, Any]) -> str:
     rows = sorted(result["rows"], key=lambda row: (order.index(row["size"]), row["system"]))
     ratios = ", ".join(f"{ratio:.1f} times at {size}" for size, ratio in result["ratio_vs_trl"].items())
     lines = [
-        f"{PROMPTS} prompts x {GROUP} samples, {PROMPT} + {TOKENS} tokens, random weights of Qwen2's sizes, bf16 over "
-        f"FP32 masters, random rewards; median of the steps after the first {WARMUP}. Peak memory is all that is held "
-        "on the GPU, by any process. `trl`: vLLM colocated; `trl-sleep`: in its sleep mode; `trl-generate`: "
-        "transformers' generate.",
+        _gpu.about(
+            f"{PROMPTS} prompts x {GROUP} samples, {PROMPT} + {TOKENS} tokens, random weights of Qwen2's sizes, bf16 "
+            f"over FP32 masters, random rewards; median of the steps after the first {WARMUP}. Peak memory is all that "
+            "is held on the GPU, by any process. `trl`: vLLM colocated; `trl-sleep`: in its sleep mode; "
+            "`trl-generate`: transformers' generate."
+        ),
         "",
         "| size | system | s a step | peak GiB | mean length | mean log-probability difference | stages, s |",
         "|---|---|---|---|---|---|---|",
