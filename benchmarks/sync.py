@@ -2,8 +2,6 @@
 
 import importlib.util
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import _models, write
+from benchmarks import _gpu, _models, write
+from benchmarks._gpu import Part, Row
 from rolecall import models
 from rolecall.cluster.handles import Handle, Process
 from rolecall.cluster.worker import CLASSES, Worker
@@ -83,6 +82,7 @@ def run(out: Path, size: Sequence[str] = ()) -> dict[str, Any]:
     device = models.device()
     engines = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name)]
     result: dict[str, Any] = {"rows": [], "plain": [], "sleep": [], "mismatch": [], "trl": {}, "repeats": REPEATS}
+    parts: list[Part] = []
     ray.init("local", include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
         for name in size or (["135M"] if device.type == "cpu" else ["0.5B", "7B"]):
@@ -95,9 +95,11 @@ def run(out: Path, size: Sequence[str] = ()) -> dict[str, Any]:
                         _measure(result, name, engine, actor, rollout)
                     _write(result, out)  # what there is so far
             if name == "0.5B" and "vllm" in engines and importlib.util.find_spec("trl"):
-                result["trl"] |= _trl(name, path)
-    ray.shutdown()
-    _write(result, out)
+                parts.append(Part("benchmarks.sync", {"size": name, "path": path}, TRL_TIMEOUT))
+        ray.shutdown()
+        for row, _ in _gpu.measure(parts):
+            result["trl"][row["size"]] = row["seconds"]
+            _write(result, out)
     return result
 
 
@@ -124,18 +126,7 @@ def _two_processes(config: Config, gpus: int) -> Iterator[tuple[Handle, Handle]]
             ray.kill(handle.process.worker)
 
 
-def _trl(size: str, path: str) -> dict[str, float]:
-    """{size: seconds of TRL's sync}, measured in a process of its own; nothing where it fails, with what it said."""
-    try:
-        command = [sys.executable, "-m", "benchmarks.sync", path]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TRL_TIMEOUT)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        print(f"TRL: {error}\n{str(error.stderr)[-2000:]}", flush=True)
-        return {}
-    return {size: float(done.stdout.splitlines()[-1])}
-
-
-def _trl_seconds(path: str) -> float:
+def trl(size: str, path: str) -> Iterator[Row]:
     """TRL's sync of a model into a vLLM in the same process."""
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -146,7 +137,7 @@ def _trl_seconds(path: str) -> float:
     generation = VLLMGeneration(
         model.to("cuda"), Accelerator(), tokenizer, gpu_memory_utilization=0.4, max_model_length=576
     )
-    return _median(generation.sync_weights, models.device())
+    yield {"size": size, "seconds": _median(generation.sync_weights, models.device())}
 
 
 def _measure(result: dict[str, Any], size: str, engine: str, actor: Handle, rollout: Handle) -> None:
@@ -262,4 +253,4 @@ def _table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print(_trl_seconds(sys.argv[1]))
+    _gpu.print_rows(trl)
