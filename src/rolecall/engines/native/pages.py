@@ -89,6 +89,8 @@ class PagedPrefill:
         pages: of each, enough for it.
     """
 
+    compiled = False
+
     def __init__(self, cache: Pages, prompts: list[list[int]], pages: list[list[int]]):
         device = cache.anchor.device
         longest = PAGE * pages_for(max(len(prompt) for prompt in prompts))
@@ -124,6 +126,8 @@ class PagedDecode:
         table: (rows, most pages a row) int32.
         positions: (n,) where the new tokens stand.
     """
+
+    compiled = True
 
     def __init__(self, cache: Pages, table: Tensor, positions: Tensor):
         self.cache, self.table, self.positions = cache, table, positions
