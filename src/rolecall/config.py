@@ -243,6 +243,9 @@ class Algorithm(Section):
 class Optimizer(Section):
     """Updates of one trained role."""
 
+    optimizer: Literal["adamw", "adamw-8bit"] = Field(
+        "adamw", description="AdamW, or with moments of a byte a value (torchao), see docs/training.md"
+    )
     lr: float = Field(1e-6, gt=0, description="Learning rate after warm-up")
     betas: tuple[float, float] = Field((0.9, 0.999), description="Of AdamW")
     weight_decay: float = Field(0.0, ge=0, description="Of AdamW")

@@ -21,9 +21,11 @@ NAME = "rolecall"
 class Layout(Protocol):
     """How the tokens of one forward call attend to each other.
 
-    Some also have ``layer(number)``, the layout of one layer alone: under these a model's layers run compiled (see
-    ``compiled.compile_layers``).
+    ``compiled``: whether a model's layers run compiled under it (see ``compiled.compile_layers``). Such a layout has
+    ``layer(number)``, the layout of one layer alone.
     """
+
+    compiled: bool
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """query (B, Hq, L, D), key and value (B, Hkv, L, D) of this call's tokens -> output (B, Hq, L, D)."""
@@ -73,6 +75,8 @@ class Packed:
         masks: one boolean (S, S) tensor a segment, in row order; ``mask[i, j]``: position i sees position j.
         positions: (sum of S,) position ids, restarted in each segment; sliding windows are measured in them.
     """
+
+    compiled = False
 
     def __init__(self, masks: list[Tensor], positions: Tensor):
         self.masks, self.positions = masks, positions

@@ -9,7 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Let the model's decoder layers run compiled where they are called with a layout that has one for each layer.
+    """Let the model's decoder layers run compiled where they are called with a layout that says so.
 
     They share what is compiled: once for each kind of layer and layout, with and without gradients, whatever the
     lengths. Called in any other way (generate, prompts that enter the native engine) they run as they are.
@@ -23,8 +23,9 @@ def compile_layers(model: nn.Module) -> None:
 
 def _forward(module: nn.Module, number: int, *args: Any, **kwargs: Any) -> Any:
     forward = type(module).forward
-    if hasattr(kwargs.get("layout"), "layer"):
-        kwargs["layout"] = kwargs["layout"].layer(number)  # here, so that compiled code does not know the number
+    layout = kwargs.get("layout")
+    if layout is not None and layout.compiled:
+        kwargs["layout"] = layout.layer(number)  # here, so that compiled code does not know the number
         forward = _compiled(forward)
     return forward(module, *args, **kwargs)
 

@@ -26,6 +26,8 @@ class BlockSparse:
         window: of the model's sliding layers, if it has any.
     """
 
+    compiled = True
+
     def __init__(self, segments: list[list[int]], device: torch.device | str, window: int | None = None):
         own, shared, shared_end = _ranges(segments)
         self._masks: dict[int | None, BlockMask] = {None: _block_mask(own, shared, shared_end, device)}

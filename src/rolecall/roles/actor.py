@@ -35,7 +35,8 @@ class Actor(Trained):
 
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
         """Log-probability of each response token under the present weights, at the sampling temperature."""
-        return sample_logprobs(self.loaded, samples, self.config.rollout.temperature, self.micro_tokens)
+        with self._advising(samples):
+            return sample_logprobs(self.loaded, samples, self.config.rollout.temperature, self.micro_tokens)
 
     def update(self, samples: list[Sample], kl_beta: float | None = None) -> dict[str, float]:
         """Train on samples with advantages: ``epochs`` passes of ``minibatches`` optimizer steps each.

@@ -36,7 +36,8 @@ class Critic(Trained):
 
     def values(self, samples: list[Sample]) -> list[list[float]]:
         """The expected return before each response token."""
-        return in_sample_order(samples, self.loaded, self.micro_tokens, self._values)
+        with self._advising(samples):
+            return in_sample_order(samples, self.loaded, self.micro_tokens, self._values)
 
     def update(self, samples: list[Sample]) -> dict[str, float]:
         """Regress on ``returns``, clipped around ``values``.

@@ -1,13 +1,14 @@
 """The Reference: the policy as it was before training, frozen, for the KL term."""
 
 from contextlib import nullcontext
+from functools import cached_property
 
 from rolecall import models
 from rolecall.config import Config
 from rolecall.roles.actor import Actor
 from rolecall.samples import Sample
+from rolecall.training import memory
 from rolecall.training.logprobs import sample_logprobs
-from rolecall.training.memory import MOST
 
 
 class Reference:
@@ -28,8 +29,13 @@ class Reference:
             self._loaded = models.load(config.model, models.device())
             self._loaded.model.requires_grad_(False)
 
+    @cached_property
+    def micro_tokens(self) -> int:
+        """Most tokens of a micro-batch: the Actor's, where they are configured."""
+        return memory.micro_tokens(self.config.actor, self._loaded.model, models.device(), backward=False)
+
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
         """Log-probability of each response token, at the temperature that the Actor samples and trains at."""
-        rollout, budget = self.config.rollout, self.config.actor.micro_tokens or MOST[models.device().type]
-        with self._adapter.disable_adapter() if self._adapter else nullcontext():
-            return sample_logprobs(self._loaded, samples, rollout.temperature, budget)
+        base = self._adapter.disable_adapter() if self._adapter else nullcontext()
+        with base, memory.advising("actor", self.micro_tokens, samples):
+            return sample_logprobs(self._loaded, samples, self.config.rollout.temperature, self.micro_tokens)

@@ -90,8 +90,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 to_entropy if ctx.entropy_gradient else None,
                 ctx.temperature,
             )
-            chosen = _to_scores(scores.gather(1, target[:, None]), *rest) + to_logprob
-            to_scores = _to_scores_narrowed(scores, *rest, hidden.dtype)
+            chosen = _to_scores(scores.gather(1, target[:, None]), *rest, dtype=scores.dtype) + to_logprob
+            to_scores = _to_all_scores(scores, *rest, dtype=hidden.dtype)
             to_scores.scatter_(1, target[:, None], chosen.to(hidden.dtype))
             if weight is None:
                 to_part.copy_(to_scores)
@@ -126,8 +126,8 @@ def _fused_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled = torch.compile(function)
 
     @wraps(function)
-    def call(scores: Tensor, *args: Any) -> Any:
-        return (compiled if scores.is_cuda else function)(scores, *args)
+    def call(scores: Tensor, *args: Any, **options: Any) -> Any:
+        return (compiled if scores.is_cuda else function)(scores, *args, **options)
 
     return call
 
@@ -145,7 +145,14 @@ def _normalizer_and_entropy(scores: Tensor, temperature: float) -> tuple[Tensor,
 
 
 def _to_scores(
-    scores: Tensor, normalizer: Tensor, mean: Tensor, to_logprob: Tensor, to_entropy: Tensor | None, temperature: float
+    scores: Tensor,
+    normalizer: Tensor,
+    mean: Tensor,
+    to_logprob: Tensor,
+    to_entropy: Tensor | None,
+    temperature: float,
+    *,
+    dtype: torch.dtype,
 ) -> Tensor:
     """The gradient of logits that are not chosen; that of a chosen one has its own ``to_logprob`` in addition.
 
@@ -155,20 +162,17 @@ def _to_scores(
         scores: (n, any) logits.
         normalizer, mean: (n, 1) log of the sum of exp(s), and E[s].
         to_logprob, to_entropy: (n, 1) outer gradients over the temperature; none for the entropy: None.
+        dtype: of what is returned.
     """
     scores = scores / temperature
     p = (scores - normalizer).exp()
     outer = to_logprob
     if to_entropy is not None:
         outer = outer + to_entropy * (scores - mean).where(p > 0, 0.0)
-    return -p * outer
+    return (-p * outer).to(dtype)
 
 
-@_fused_on_cuda
-def _to_scores_narrowed(scores: Tensor, *args: Any) -> Tensor:
-    """``_to_scores`` in the type given last."""
-    *rest, dtype = args
-    return _to_scores(scores, *rest).to(dtype)
+_to_all_scores = _fused_on_cuda(_to_scores)  # the few chosen ones are not worth a kernel of their own
 
 
 def response_hidden(model: nn.Module, micro: MicroBatch) -> Tensor:

@@ -1,14 +1,25 @@
-"""How many tokens a micro-batch takes at most: as configured, else as many as the memory holds."""
+"""One budget of GPU memory for all roles of a process: how many tokens a micro-batch of each takes at most.
+
+The roles of a process compute one after the other. What one holds for a while (activations, logits, gradients up to its
+optimizer's step) is free again when the next begins. What stays is Adam's moments, and they come late: with the first
+step of each optimizer. So a role that sizes its micro-batches before that leaves room for the moments of all.
+"""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from rolecall import config as configuration
+from rolecall.errors import RunError
 from rolecall.models.load import free_memory
+from rolecall.samples import Sample
 from rolecall.training.logprobs import LOGITS
+from rolecall.training.optimizer import Optimizer
 
 MOST = {"cpu": 4096, "cuda": 16_384}  # where nothing is configured; more compute no faster
 LEAST = 1024  # on a GPU, whatever the estimate
@@ -16,35 +27,61 @@ SHARE = 0.8  # of the free memory that the estimate may fill: the allocator lose
 
 log = logging.getLogger(__name__)
 
+_optimizers: WeakSet[Optimizer] = WeakSet()  # of this process's roles
 
-def micro_tokens(settings: configuration.Optimizer, model: nn.Module, device: torch.device) -> int:
-    """Most tokens of a micro-batch that trains ``model``, whose gradients and optimizer state may not be there yet.
 
-    As configured; else as many as the GPU's free memory holds activations of, in steps of ``LEAST``.
+def expect(optimizer: Optimizer) -> None:
+    """Leave room for the moments that its first step will allocate."""
+    _optimizers.add(optimizer)
+
+
+def expected() -> int:
+    """Bytes of moments that optimizers of this process will still allocate."""
+    return sum(optimizer.unallocated() for optimizer in _optimizers)
+
+
+def micro_tokens(
+    settings: configuration.Optimizer, model: nn.Module, device: torch.device, *, backward: bool = True
+) -> int:
+    """Most tokens of a micro-batch through ``model``.
+
+    As configured; else as many as the GPU's free memory holds activations of, in steps of ``LEAST``, beside the moments
+    of all roles here and this one's gradients and logits.
+
+    Args:
+        backward: it is trained; else it only computes log-probabilities, and keeps no activations.
     """
     if settings.micro_tokens is not None:
         return settings.micro_tokens
     if device.type != "cuda":
         return MOST[device.type]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    free = free_memory(device) - 12 * trained - head_bytes(model)  # FP32 gradients and Adam's two moments
-    token = activation_bytes(model, settings.checkpointing)
-    tokens = min(MOST["cuda"], max(LEAST, int(SHARE * free / token) // LEAST * LEAST))
+    free, moments, gradients, head = (
+        free_memory(device),
+        expected(),
+        4 * trained * backward,
+        head_bytes(model, backward),
+    )
+    token = activation_bytes(model, settings.checkpointing, backward)
+    room = SHARE * (free - moments - gradients - head)
+    tokens = min(MOST["cuda"], max(LEAST, int(room / token) // LEAST * LEAST))
     log.info(
-        "Micro-batches of %d tokens: %.1f GiB are free for activations of %.2f MiB a token.",
+        "Micro-batches of %d tokens: %.1f GiB are free, of which %.1f are for moments to come (of all roles here), "
+        "%.1f for gradients and %.1f for logits; a token's activations take %.2f MiB.",
         tokens,
-        free / 2**30,
+        *(size / 2**30 for size in (free, moments, gradients, head)),
         token / 2**20,
     )
     return tokens
 
 
-def activation_bytes(model: nn.Module, checkpointing: bool) -> int:
-    """Bytes that a token's activations take from the forward to the backward pass, at most.
+def activation_bytes(model: nn.Module, checkpointing: bool, backward: bool = True) -> int:
+    """Bytes that a token's activations take from the forward to the backward pass, at most; or in the forward pass.
 
     Counted in layers of the Llama type: between its norms, projections and attention a layer keeps up to 16 tensors as
     wide as its states and 4 as wide as its inner ones (float32 ones as two). With checkpointing it keeps its input, and
-    one layer at a time the rest; so the backward pass's own gradients are as large as one layer's.
+    one layer at a time the rest; so the backward pass's own gradients are as large as one layer's. Without a backward
+    pass nothing is kept behind the layer in work.
     """
     any_model: Any = model
     architecture = any_model.config.get_text_config()
@@ -53,11 +90,38 @@ def activation_bytes(model: nn.Module, checkpointing: bool) -> int:
     width = max(hidden, heads * (getattr(architecture, "head_dim", None) or hidden // heads))
     inner = getattr(architecture, "intermediate_size", None) or 4 * hidden
     layer = 16 * width + 4 * inner
+    if not backward:
+        return any_model.dtype.itemsize * layer
     kept = hidden if checkpointing else layer
     return any_model.dtype.itemsize * (architecture.num_hidden_layers * kept + 2 * layer)
 
 
-def head_bytes(model: nn.Module) -> int:
+def head_bytes(model: nn.Module, backward: bool = True) -> int:
     """Of the chunk of logits in work with its gradient, and of the output embedding's gradient in FP32."""
     any_model: Any = model
-    return 8 * LOGITS["cuda"] + 8 * any_model.get_input_embeddings().weight.numel()
+    embedding = any_model.get_input_embeddings().weight.numel() * backward
+    return 8 * LOGITS["cuda"] + 8 * embedding
+
+
+@contextmanager
+def advising(section: str, tokens: int, samples: list[Sample], other: str = "") -> Iterator[None]:
+    """Out of memory while this runs ends in a message that says what to set.
+
+    Args:
+        section: of the configuration whose ``micro_tokens`` these are, configured or not.
+        samples: that micro-batches are made of.
+        other: what else would help, as on the command line.
+
+    Raises:
+        RunError: out of memory.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        longest = max(len(sample.prompt) + len(sample.response) for sample in samples)
+        # A sample over the budget goes alone, whole: a smaller budget would change nothing.
+        first = f"--{section}.micro_tokens {tokens // 2}" if longest < tokens else "a lower --rollout.max_tokens"
+        raise RunError(
+            f"Out of memory with {section}.micro_tokens = {tokens} (longest sample: {longest} tokens). "
+            f"Set {' or '.join(filter(None, (first, other)))}."
+        ) from error

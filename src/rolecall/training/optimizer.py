@@ -1,14 +1,19 @@
 """AdamW on FP32 master weights, with clipping, warm-up and a schedule."""
 
+import importlib.util
 import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rolecall import config as configuration
-from rolecall.errors import RunError
+from rolecall.errors import RunError, UserError
+
+BLOCK = 256  # values that share a scale where a moment has 8 bits
+SMALLEST = 4096  # values of a tensor whose moments have 8 bits
 
 
 class Optimizer:
@@ -22,6 +27,9 @@ class Optimizer:
         config: learning rate, betas, clipping, schedule.
         total: optimizer steps planned for the whole run, which the schedule spans.
 
+    Raises:
+        UserError: 8-bit moments, but torchao is not installed, nothing may be compiled, or the weights are sharded.
+
     Attributes:
         steps: that were taken; warm-up counts them.
         skipped: planned steps that had nothing to learn from; the schedule counts them, too, and so ends with the run.
@@ -33,10 +41,8 @@ class Optimizer:
         self._masters = [_master(weight) for weight in self._weights]
         decayed = [master for master in self._masters if master.ndim > 1]  # neither norms nor biases
         others = [master for master in self._masters if master.ndim <= 1]
-        self._adam = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            betas=config.betas,
-            fused=True,
+        self._adam = _adam(
+            config, [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         )
 
     @property
@@ -74,7 +80,8 @@ class Optimizer:
         nn.utils.clip_grads_with_norm_(self._masters, self.config.grad_clip, norm)
         lr = self.lr
         for group in self._adam.param_groups:
-            group["lr"] = lr
+            # A number would be a constant of the 8-bit optimizer's compiled step.
+            group["lr"] = torch.tensor(lr) if self.config.optimizer == "adamw-8bit" else lr
         self._adam.step()
         self.zero_grad()
         if mastered := self._mastered():
@@ -97,18 +104,56 @@ class Optimizer:
             master.copy_(saved)
         self.steps, self.skipped = state["steps"], state["skipped"]
 
+    def unallocated(self) -> int:
+        """Bytes that the next step will allocate for good: moments of those that have taken no step yet."""
+        new = [master for master in self._masters if master not in self._adam.state]
+        return moment_bytes(new, self.config)
+
     def _mastered(self) -> list[tuple[nn.Parameter, Tensor]]:
         pairs = zip(self._weights, self._masters, strict=True)
         return [(weight, master) for weight, master in pairs if weight is not master]
 
 
-def bytes_to_train(model: nn.Module) -> int:
+def bytes_to_train(model: nn.Module, config: configuration.Optimizer) -> int:
     """Bytes that training adds to the weights: FP32 gradients and Adam's two moments, and masters where needed.
 
     Only parameters that require a gradient take any.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return sum(parameter.numel() * (12 if parameter.dtype == torch.float32 else 16) for parameter in trained)
+    others = sum(parameter.numel() * (4 if parameter.dtype == torch.float32 else 8) for parameter in trained)
+    return others + moment_bytes(trained, config)
+
+
+def moment_bytes(parameters: Iterable[Tensor], config: configuration.Optimizer) -> int:
+    """Bytes of both moments of Adam for ``parameters``: FP32, or 8-bit codes with a scale a block."""
+
+    def one(parameter: Tensor) -> int:
+        size = parameter.numel()
+        if config.optimizer == "adamw-8bit" and size >= SMALLEST and size % BLOCK == 0:
+            return size + 4 * size // BLOCK + 4 * 2**8  # and what each code means
+        return 4 * size
+
+    return sum(2 * one(parameter) for parameter in parameters)
+
+
+def _adam(config: configuration.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, betas=config.betas, fused=True)
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError("optimizer = 'adamw-8bit': torchao is not installed. Install it: pip install 'rolecall[8bit]'.")
+    if torch._dynamo.config.disable:
+        raise UserError(
+            "optimizer = 'adamw-8bit': torchao compiles its step, and TORCH_COMPILE_DISABLE turns compilation off. "
+            "Unset that, or take optimizer = 'adamw'."
+        )
+    if any(isinstance(master, DTensor) for group in groups for master in group["params"]):
+        raise UserError(
+            "optimizer = 'adamw-8bit' is for a model that is whole in its process, and this one is sharded. Take "
+            "optimizer = 'adamw'."
+        )
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(groups, betas=config.betas, block_size=BLOCK)
 
 
 def _master(weight: nn.Parameter) -> Tensor:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rolecall import config as configuration
 from rolecall import models
 from rolecall.config import Config
-from rolecall.errors import RunError, UserError
+from rolecall.errors import UserError
 from rolecall.models import Loaded, lora
 from rolecall.samples import Sample, by_group
 from rolecall.training import checkpoint, memory
@@ -63,11 +63,13 @@ class Trained:
     ):
         self.config, self.settings, self.loaded, self.module = config, settings, loaded, module
         self.device = next(module.parameters()).device
-        what = f"training the {type(self).__name__.lower()} (gradients and Adam)"
-        models.check_memory(bytes_to_train(module), what, self.device)
+        self._role = type(self).__name__.lower()
+        what = f"training the {self._role} (gradients and Adam, with moments to come of other roles here)"
+        models.check_memory(bytes_to_train(module, settings) + memory.expected(), what, self.device)
         self._planned = settings.epochs * min(settings.minibatches, config.rollout.prompts)  # groups are not split
         updates = max(config.run.steps - waits, 0)
         self.optimizer = Optimizer(module.parameters(), settings, self._planned * updates)
+        memory.expect(self.optimizer)
         self.updates = 0
         if settings.checkpointing:
             model: Any = loaded.model
@@ -91,7 +93,7 @@ class Trained:
             each step's metrics, with ``grad_norm``, ``lr``, and the action tokens ``computed`` and ``skipped``.
 
         Raises:
-            RunError: a gradient is not finite, or a micro-batch does not fit in the GPU's memory.
+            RunError: a gradient is not finite, or out of memory.
         """
         steps = []
         batches = list(self._minibatches(samples))
@@ -102,9 +104,9 @@ class Trained:
             else:
                 counts = [sample.action_tokens for sample in batch]
                 totals = Totals(sum(counts), sum(n > 0 for n in counts), sum(sample.action_tokens for sample in kept))
-                metrics = combine(self._accumulate(kept, totals, loss))
-                counted = {"computed": totals.computed, "skipped": totals.tokens - totals.computed}
-                steps.append(metrics | self.optimizer.step() | counted)
+                with self._advising(kept, backward=True):
+                    metrics = combine(self._accumulate(kept, totals, loss)) | self.optimizer.step()
+                steps.append(metrics | {"computed": totals.computed, "skipped": totals.tokens - totals.computed})
         self.optimizer.skipped += max(0, self._planned - len(batches))  # fewer groups came than were planned for
         self.updates += 1
         return steps
@@ -126,24 +128,15 @@ class Trained:
         micros = micro_batches(samples, self.micro_tokens, packed=packed, device=self.device, window=window)
         with self._recomputing():
             for micro in micros:
-                try:
-                    value, metrics = loss(micro, totals)
-                    value.backward()
-                except torch.OutOfMemoryError as error:
-                    raise RunError(self._does_not_fit(micro)) from error
+                value, metrics = loss(micro, totals)
+                value.backward()
                 parts.append(metrics)
         return parts
 
-    def _does_not_fit(self, micro: MicroBatch) -> str:
-        role = type(self).__name__.lower()
-        longest = max(len(sample.prompt) + len(sample.response) for sample in micro.samples)
-        advice = f"Set --{role}.micro_tokens {self.micro_tokens // 2}"
-        if not self.settings.checkpointing:
-            advice += f" or --{role}.checkpointing true"
-        return (
-            f"Out of memory on {self.device} in a micro-batch of {micro.tokens.numel()} tokens (longest sample: "
-            f"{longest}) with {role}.micro_tokens = {self.micro_tokens}. {advice}."
-        )
+    def _advising(self, samples: list[Sample], *, backward: bool = False) -> AbstractContextManager[None]:
+        """See ``memory.advising``. ``backward``: these are trained on."""
+        other = f"--{self._role}.checkpointing true" if backward and not self.settings.checkpointing else ""
+        return memory.advising(self._role, self.micro_tokens, samples, other)
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
@@ -163,13 +156,9 @@ class Trained:
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: parameter.detach().contiguous() for name, parameter in self._trained_parameters()}
         safetensors.torch.save_file(weights, folder / "weights.safetensors")
-        state = {
-            "model": lora.identity(self.config.model),
-            "optimizer": self.optimizer.state_dict(),
-            "updates": self.updates,
-            "rng": checkpoint.rng_state(),
-        }
+        state = {"settings": self._settings(), "updates": self.updates, "rng": checkpoint.rng_state()}
         torch.save(state, folder / "state.pt")
+        torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
 
     def load(self, folder: str | Path) -> None:
         """Continue exactly where ``save`` was called. Weights change in place: an engine that shares them follows.
@@ -177,13 +166,14 @@ class Trained:
         (On a GPU later steps are bit for bit the same only under ``torch.use_deterministic_algorithms``.)
 
         Raises:
-            UserError: the checkpoint's weights are an adapter that this model does not have, or it has one, they none.
+            UserError: the checkpoint's weights are an adapter that this model does not have, or it has one, they none;
+                or its moments are of another optimizer.
         """
         folder = Path(folder)
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        if state["model"] != (configured := lora.identity(self.config.model)):
+        if state["settings"] != (configured := self._settings()):
             raise UserError(
-                f"{folder} was trained with {_fields(state['model'])}: it cannot be resumed with "
+                f"{folder} was trained with {_fields(state['settings'])}: it cannot be resumed with "
                 f"{_fields(configured)}. Leave these as they were, or start a new run from its model "
                 "(--model.path RUN/model)."
             )
@@ -191,17 +181,23 @@ class Trained:
         with torch.no_grad():
             for name, parameter in self._trained_parameters():
                 parameter.copy_(weights[name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+        self.optimizer.load_state_dict(optimizer)
         self.updates = state["updates"]
         checkpoint.set_rng_state(state["rng"])
+
+    def _settings(self) -> dict[str, Any]:
+        """Those that a checkpoint's tensors belong to."""
+        model = {f"model.{name}": value for name, value in lora.identity(self.config.model).items()}
+        return model | {f"{self._role}.optimizer": self.settings.optimizer}
 
     def _trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         named = self.module.named_parameters()
         return ((name, parameter) for name, parameter in named if parameter.requires_grad)
 
 
-def _fields(model: dict[str, Any]) -> str:
-    return ", ".join(f"model.{name} = {value!r}" for name, value in model.items())
+def _fields(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} = {value!r}" for name, value in settings.items())
 
 
 def combine(parts: Sequence[Mapping[str, float | Tensor]], weights: Sequence[float] | None = None) -> Metrics:

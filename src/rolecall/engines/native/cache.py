@@ -55,6 +55,8 @@ class Prefill:
         slots: per prompt the first slot and the one behind the last.
     """
 
+    compiled = False
+
     def __init__(self, cache: Cache, prompts: list[list[int]], slots: list[tuple[int, int]], device: torch.device):
         prefix = _common_prefix([prompt[:-1] for prompt in prompts])  # a last token stays its prompt's own
         self.cache, self.slots, self.shared = cache, slots, len(prefix)
@@ -103,6 +105,8 @@ class Decode:
         positions: (n,) where the new tokens stand.
         longest: the largest of them, known to the caller without asking the device.
     """
+
+    compiled = False
 
     def __init__(self, cache: Cache, positions: Tensor, longest: int):
         self.cache, self.positions = cache, positions

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolecall.engines.native.fused import fuse, in_use
+from rolecall.engines.native.fused import Replacement, fuse, in_use
 from rolecall.engines.native.pages import PagedDecode, Pages
 from rolecall.engines.native.rows import Rows
 from rolecall.engines.native.sampling import draw
@@ -16,6 +16,7 @@ from rolecall.models.head import logits
 
 # Rows of a captured step, powers of two and from 16 on what is half-way to the next: few graphs, few empty rows.
 BUCKETS = [4, 8, *(size for power in range(4, 13) for size in (2**power, 3 * 2 ** (power - 1)))]
+FEW = 64  # rows up to which a layer in five kernels is the faster one, where the model's layers can be computed so
 
 
 class Decoder:
@@ -35,9 +36,13 @@ class Decoder:
         self.is_end = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(0, self.ends, True)
         self.rows = Rows(BUCKETS[0], 1, 1, device)
         self.captures = device.type == "cuda"
+        self.fused: list[Replacement] = []
+        self.few: list[Replacement] = []
         if self.captures:
-            importlib.import_module("rolecall.engines.native.kernels")  # needs Triton; registers what layouts call
-        self.fused = fuse(model) if self.captures else []
+            groups = fuse(model)
+            self.fused = [replacement for group in groups for replacement in group.replacements]
+            few = importlib.import_module("rolecall.engines.native.few")  # needs Triton, as all kernels
+            self.few = few.find(model, groups)
         self.addresses = _addresses(model)
         self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         self.memory: Any = None  # that the graphs share
@@ -88,7 +93,7 @@ class Decoder:
         rows = self.rows.first(n)
         positions = rows.prompts + rows.counts - 1
         layout = PagedDecode(self.pages, rows.table, positions)
-        with in_use(self.fused):
+        with in_use(self.few if self.few and n <= FEW else self.fused):
             hidden = hidden_states(self.model, rows.tokens[:, None], positions[:, None], layout)
         self.sample(rows, logits(self.model, hidden[:, 0]))
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in the order in which the models call them
 
+Replacement = tuple[nn.Module, str, Any]  # an attribute of a module, and what is to stand for it
+
 
 class Fused:
     """Some linear layers with one input. Their parameters become parts of one tensor each, and stay parameters.
@@ -20,13 +22,14 @@ class Fused:
     """
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...]):
-        self.owner, self.linears = owner, {name: getattr(owner, name) for name in names}
-        linears = list(self.linears.values())
+        self.owner = owner
+        linears = [getattr(owner, name) for name in names]
         self.weight = _joined([linear.weight for linear in linears])
         self.bias = None if linears[0].bias is None else _joined([linear.bias for linear in linears])
         self.sizes = [linear.out_features for linear in linears]
         self.input: Tensor | None = None
         self.outputs: tuple[Tensor, ...] = ()
+        self.replacements: list[Replacement] = [(owner, name, _Part(self, i)) for i, name in enumerate(names)]
 
     def output(self, number: int, hidden: Tensor) -> Tensor:
         """What the linear layer of that number gives; the first one that is asked computes for all."""
@@ -62,17 +65,16 @@ def fuse(model: nn.Module) -> list[Fused]:
 
 
 @contextmanager
-def in_use(groups: list[Fused]) -> Iterator[None]:
-    """Within it the linear layers of these groups compute together."""
+def in_use(replacements: list[Replacement]) -> Iterator[None]:
+    """Within it these stand in their modules."""
+    before = [getattr(owner, name) for owner, name, _ in replacements]
     try:
-        for group in groups:
-            for number, name in enumerate(group.linears):
-                setattr(group.owner, name, _Part(group, number))
+        for owner, name, new in replacements:
+            setattr(owner, name, new)
         yield
     finally:
-        for group in groups:
-            for name, linear in group.linears.items():
-                setattr(group.owner, name, linear)
+        for (owner, name, _), old in zip(replacements, before, strict=True):
+            setattr(owner, name, old)
 
 
 def _joined(parameters: list[nn.Parameter]) -> Tensor:

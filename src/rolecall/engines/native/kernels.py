@@ -3,10 +3,13 @@
 Imported on a GPU only. What they compute is written plainly in ``pages.attend_plainly`` and ``sampling.draw``.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rolecall.engines.native.pages import ALIGNED, PAGE
 from rolecall.engines.native.sampling import Batch
@@ -16,6 +19,35 @@ PROGRAMS = 512  # that fill the GPU: fewer (row, head) pairs are split along the
 CHUNK = 4096  # logits that a program sums
 
 
+def overlap(x: Tensor) -> dict[str, bool]:
+    """How to launch a kernel that begins before the one in front of it has ended, where the GPU can do that.
+
+    It may read what does not come from that one, and then calls ``take_over``.
+    """
+    able = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    return {"OVERLAPS": True, "launch_pdl": True} if able else {"OVERLAPS": False}
+
+
+@triton.jit
+def take_over():
+    """Wait until all earlier kernels have ended, and let the next one begin."""
+    gdc_wait()
+    gdc_launch_dependents()
+
+
+@triton.jit
+def fetch(pointers, mask):
+    """Bring what these point to into the L2 cache, and do not wait for it."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [pointers.to(tl.int64), mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @torch.library.custom_op("rolecall::paged_attention", mutates_args=())
 def paged_attention(
     query: Tensor,
@@ -23,30 +55,57 @@ def paged_attention(
     value: Tensor,
     anchor: Tensor,
     offsets: Tensor,
+    arrivals: Tensor,
     table: Tensor,
     positions: Tensor,
     scale: float,
     window: int,
 ) -> Tensor:
+    """``attend``, for layers that have turned queries and keys to their positions; compiled code may call it."""
+    return attend(query, key, value, (anchor, offsets, arrivals, table, positions), scale, window)
+
+
+@paged_attention.register_fake
+def _(query, key, value, anchor, offsets, arrivals, table, positions, scale, window):
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    where: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    scale: float,
+    window: int,
+    rotary: Sequence[Tensor] | None = None,
+    norms: Sequence[Tensor] | None = None,
+    epsilon: float = 0.0,
+) -> Tensor:
     """Write one new token a row into the cache, and attend to all up to it (FlashDecoding: Dao et al. 2023).
 
     Args:
         query: (n, Hq, D). key, value: (n, Hkv, D) of the new tokens.
-        anchor, offsets: where the layer's pages are, see ``Pages``.
-        table: (n or more, most pages a row) int32 page numbers.
-        positions: (n,) where the new tokens stand.
+        where: the layer's pages and the counters, as ``anchor``, ``offsets``, ``arrivals`` (see ``Pages``); ``table``:
+            (n or more, most pages a row) int32 page numbers; ``positions``: (n,) where the new tokens stand.
         window: positions that a token sees, its own one included; 0: all.
+        rotary: cosines and sines (n, D) by which queries and keys are still to be turned.
+        norms: the weights (D,) of the RMS norms of queries and keys, before that; ``epsilon``: of these.
 
     Returns:
         (n, Hq, D).
     """
+    anchor, offsets, arrivals, table, positions = where
     n, heads, width = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
+    # Layers that leave the turning to this kernel leave it the start, too: see ``few``.
+    overlaps = overlap(query) if rotary else {"OVERLAPS": False}
     splits = min(16, triton.next_power_of_2(max(1, PROGRAMS // (n * kv_heads))))
     # Where q, k and v are parts of one product, each row of theirs is followed by the others'.
     query, key, value = (x if x.stride()[1:] == (width, 1) else x.contiguous() for x in (query, key, value))
     out = query.new_empty(query.shape)
+    cos, sin = rotary or (query, query)
+    query_norm, key_norm = norms or (query, query)
     # What each split gives to be merged: sums weighted by exp(score - largest), the largest, the weights' sum.
     sums = query.new_empty((n, heads, splits, width) if splits > 1 else (1,), dtype=torch.float32)
     stats = query.new_empty((n, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32)
@@ -57,12 +116,18 @@ def paged_attention(
         value,
         anchor,
         offsets,
+        arrivals,
         table,
         positions,
+        cos,
+        sin,
+        query_norm,
+        key_norm,
         out,
         sums,
         stats,
         scale,
+        epsilon,
         query.stride(0),
         key.stride(0),
         value.stride(0),
@@ -71,42 +136,43 @@ def paged_attention(
         GROUP=group,
         WIDTH=width,
         WINDOW=window,
+        ROTARY=rotary is not None,
+        NORMS=norms is not None,
         SPLITS=splits,
         PAGE_SIZE=PAGE,
         UNIT=ALIGNED,
         BLOCK_SIZE=BLOCK,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         **padded,
+        **overlaps,
         num_warps=WARPS,
         num_stages=STAGES,
     )
-    if splits > 1:
-        _merge[(n, heads)](sums, stats, out, WIDTH=width, SPLITS=splits, WIDTH_PAD=padded["WIDTH_PAD"], num_warps=1)
     return out
-
-
-@paged_attention.register_fake
-def _(query, key, value, anchor, offsets, table, positions, scale, window):
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 @triton.jit
 def _attend(
-    query, key, value, anchor, offsets, table, positions, out, sums, stats,
-    scale, query_stride, key_stride, value_stride, table_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    query, key, value, anchor, offsets, arrivals, table, positions, cos, sin, query_norm, key_norm, out, sums, stats,
+    scale, epsilon, query_stride, key_stride, value_stride, table_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    ROTARY: tl.constexpr, NORMS: tl.constexpr, SPLITS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP_PAD: tl.constexpr, WIDTH_PAD: tl.constexpr,
+    GROUP_PAD: tl.constexpr, WIDTH_PAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program: the query heads of one row that share a key/value head, over one split of the row's positions."""
+    if OVERLAPS:
+        take_over()
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
     keys, values = anchor + tl.load(offsets) * UNIT, anchor + tl.load(offsets + 1) * UNIT
     members, columns = tl.arange(0, GROUP_PAD), tl.arange(0, WIDTH_PAD)
     real = (members < GROUP)[:, None] & (columns < WIDTH)[None, :]
     heads = row * HEADS * GROUP + head * GROUP + members
-    mine = query + row * query_stride + (head * GROUP + members) * WIDTH
-    queries = tl.load(mine[:, None] + columns[None, :], mask=real, other=0.0)
+    mine = query + row * query_stride + (head * GROUP + members[:, None]) * WIDTH
+    cos += row * WIDTH
+    sin += row * WIDTH
+    queries = _turned(mine, query_norm, cos, sin, members[:, None] < GROUP, epsilon, WIDTH, WIDTH_PAD, ROTARY, NORMS)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(0, position - WINDOW + 1)
@@ -132,39 +198,72 @@ def _attend(
         total = total * fade + tl.sum(weights, 1)
         largest = higher
     if split == 0:  # the new token itself, which no other program reads
-        spot = head * WIDTH + columns
-        new_key = tl.load(key + row * key_stride + spot, mask=columns < WIDTH, other=0.0)
-        new_value = tl.load(value + row * value_stride + spot, mask=columns < WIDTH, other=0.0)
+        spot = columns[None, :]
+        own = key + row * key_stride + head * WIDTH + tl.zeros([1, 1], tl.int32)
+        inside = spot < WIDTH
+        new_key = _turned(own, key_norm, cos, sin, inside, epsilon, WIDTH, WIDTH_PAD, ROTARY, NORMS)
+        new_value = tl.load(value + row * value_stride + head * WIDTH + spot, mask=inside, other=0.0)
         page = tl.load(table + row * table_stride + position // PAGE_SIZE).to(tl.int64)
-        place = ((page * HEADS + head) * PAGE_SIZE + position % PAGE_SIZE) * WIDTH + columns
-        tl.store(keys + place, new_key, mask=columns < WIDTH)
-        tl.store(values + place, new_value, mask=columns < WIDTH)
-        score = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
+        place = ((page * HEADS + head) * PAGE_SIZE + position % PAGE_SIZE) * WIDTH + spot
+        tl.store(keys + place, new_key, mask=inside)
+        tl.store(values + place, new_value, mask=inside)
+        score = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32), 1) * scale
         higher = tl.maximum(largest, score)
         weight, fade = tl.exp(score - higher), tl.exp(largest - higher)
-        mean = mean * fade[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
+        mean = mean * fade[:, None] + weight[:, None] * new_value.to(tl.float32)
         total = total * fade + weight
         largest = higher
+    target = out + heads[:, None] * WIDTH + columns[None, :]
     if SPLITS == 1:
-        mean = mean / total[:, None]
-        tl.store(out + heads[:, None] * WIDTH + columns[None, :], mean.to(queries.dtype), mask=real)
+        tl.store(target, (mean / total[:, None]).to(queries.dtype), mask=real)
     else:
         parts = heads * SPLITS + split
         tl.store(sums + parts[:, None] * WIDTH + columns[None, :], mean, mask=real)
         tl.store(stats + parts * 2, largest, mask=members < GROUP)
         tl.store(stats + parts * 2 + 1, total, mask=members < GROUP)
+        tl.debug_barrier()  # all of this program has stored: then it counts as arrived, and the last one merges
+        arrived = arrivals + row * HEADS + head
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(arrived, 0)
+            largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+            total = tl.zeros([GROUP_PAD], tl.float32)
+            mean = tl.zeros([GROUP_PAD, WIDTH_PAD], tl.float32)
+            for other in tl.static_range(SPLITS):
+                parts = heads * SPLITS + other
+                high = tl.load(stats + parts * 2, mask=members < GROUP, other=0.0, cache_modifier=".cg")
+                mass = tl.load(stats + parts * 2 + 1, mask=members < GROUP, other=1.0, cache_modifier=".cg")
+                part = sums + parts[:, None] * WIDTH + columns[None, :]
+                part = tl.load(part, mask=real, other=0.0, cache_modifier=".cg")
+                higher = tl.maximum(largest, high)
+                weight, fade = tl.exp(high - higher), tl.exp(largest - higher)
+                mean = mean * fade[:, None] + part * weight[:, None]
+                total = total * fade + mass * weight
+                largest = higher
+            tl.store(target, (mean / total[:, None]).to(queries.dtype), mask=real)
 
 
 @triton.jit
-def _merge(sums, stats, out, WIDTH: tl.constexpr, SPLITS: tl.constexpr, WIDTH_PAD: tl.constexpr):
-    """One program: the splits of one row and query head."""
-    at = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    parts, columns = at * SPLITS + tl.arange(0, SPLITS), tl.arange(0, WIDTH_PAD)
-    largest, total = tl.load(stats + parts * 2), tl.load(stats + parts * 2 + 1)
-    weights = tl.exp(largest - tl.max(largest, 0))
-    mean = tl.load(sums + parts[:, None] * WIDTH + columns[None, :], mask=(columns < WIDTH)[None, :], other=0.0)
-    mean = tl.sum(mean * weights[:, None], 0) / tl.sum(weights * total, 0)
-    tl.store(out + at * WIDTH + columns, mean.to(out.dtype.element_ty), mask=columns < WIDTH)
+def _turned(
+    rows, norm, cos, sin, mask, epsilon,
+    WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Queries or keys (pointers (k, 1) to them), normed and turned to their position."""
+    columns = tl.arange(0, WIDTH_PAD)[None, :]
+    inside = mask & (columns < WIDTH)
+    x = tl.load(rows + columns, mask=inside, other=0.0)
+    if not ROTARY:
+        return x
+    dtype = x.dtype
+    half: tl.constexpr = WIDTH // 2
+    partner = tl.where(columns < half, columns + half, columns - half)
+    x, other = x.to(tl.float32), tl.load(rows + partner, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        size = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + epsilon)[:, None]
+        x *= size * tl.load(norm + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+        other *= size * tl.load(norm + partner, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    sine = tl.load(sin + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    return (x * cosine + tl.where(columns < half, -other, other) * sine).to(dtype)
 
 
 def draw(logits: Tensor, batch: Batch, ends: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ class Pages:
     writes. So the memory can be freed for training, and the graphs live on.
 
     ``anchor``: (8,) of the model's type. ``offsets``: (layers, 2) int64, in ``ALIGNED`` elements from it to the layer's
-    keys and values.
+    keys and values. ``arrivals``: (1024,) int32 zeros, by which programs of one kernel know the last of them.
     """
 
     def __init__(self, model: Any):
@@ -37,6 +37,7 @@ class Pages:
         self.page_bytes = PAGE * token_bytes(model)
         self.anchor = torch.empty(ALIGNED, dtype=model.dtype, device=model.device)
         self.offsets = torch.zeros(self.layers, 2, dtype=torch.int64, device=model.device)
+        self.arrivals = torch.zeros(1024, dtype=torch.int32, device=model.device)
         self.pool: Tensor | None = None  # (layers, 2, pages, heads, PAGE, width)
         self.free: list[int] = []
         self.users: list[int] = []
@@ -88,6 +89,8 @@ class PagedPrefill:
         pages: of each, enough for it.
     """
 
+    compiled = False
+
     def __init__(self, cache: Pages, prompts: list[list[int]], pages: list[list[int]]):
         device = cache.anchor.device
         longest = PAGE * pages_for(max(len(prompt) for prompt in prompts))
@@ -124,6 +127,8 @@ class PagedDecode:
         positions: (n,) where the new tokens stand.
     """
 
+    compiled = True
+
     def __init__(self, cache: Pages, table: Tensor, positions: Tensor):
         self.cache, self.table, self.positions = cache, table, positions
 
@@ -138,16 +143,16 @@ class PagedDecodeLayer:
     """The layout of one layer. It holds tensors and no number, so that compiled code serves every layer."""
 
     def __init__(self, decode: PagedDecode, number: int):
-        self.anchor, self.offsets = decode.cache.anchor, decode.cache.offsets[number]
+        cache = decode.cache
+        self.where = cache.anchor, cache.offsets[number], cache.arrivals, decode.table, decode.positions
         self.table, self.positions = decode.table, decode.positions
-        self.pool = None if self.anchor.is_cuda else decode.cache.pool[number]  # type: ignore[index]
+        self.pool = None if cache.anchor.is_cuda else cache.pool[number]  # type: ignore[index]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         new = query.squeeze(2), key.squeeze(2), value.squeeze(2)
         if self.pool is not None:
             return attend_plainly(*new, self.pool, self.table, self.positions, scale, window).unsqueeze(2)
-        where = self.anchor, self.offsets, self.table, self.positions
-        return torch.ops.rolecall.paged_attention(*new, *where, scale, window or 0).unsqueeze(2)
+        return torch.ops.rolecall.paged_attention(*new, *self.where, scale, window or 0).unsqueeze(2)
 
 
 def attend_plainly(
