@@ -22,7 +22,7 @@ ENDS = [_models.END, _models.OFTEN]
 KEYS = ("size", "n", "out", "lengths")
 HEADS = (
     "size", "sequences", "tokens out", "lengths", "native tok/s", "vLLM tok/s", "ratio", "ms a step", "floor, ms",
-    "mean lengths",
+    "mean lengths", "invariant tok/s",
 )  # fmt: skip
 
 
@@ -38,12 +38,13 @@ def run(
 
     Args:
         n: sequences, all of them decoded at once.
+        system: "invariant" is the native engine with ``model.batch_invariant``.
         lengths: "fixed", all of the longest; "geometric" of a mean of a quarter of that, cut at the longest.
         repeats: after one to warm up; the median counts.
     """
     _models.check_sizes(size)
     for by in system:
-        check_known("system", by, ("native", "vllm"))
+        check_known("system", by, ("native", "vllm", "invariant"))
     for kind in lengths:
         check_known("lengths", kind, ("fixed", "geometric"))
     for count in n:
@@ -71,7 +72,7 @@ def measure(size: str, system: str, n: list[int], lengths: list[str], repeats: i
     rates = {"copy": _models.copy_rate(), "matmul": _models.matmul_rate()} if system == "native" else None
     torch.cuda.empty_cache()
     context = PROMPT + max(longest_response(size, count, kind) for count in n for kind in lengths)
-    measured = _native(path) if system == "native" else _vllm(path, context, max(n))
+    measured = _vllm(path, context, max(n)) if system == "vllm" else _native(path, system == "invariant")
     for count in n:
         for kind in lengths:
             longest = longest_response(size, count, kind)
@@ -122,8 +123,8 @@ def floor_seconds(shape: Size, lengths: list[int], rates: dict[str, float]) -> f
 Generate = Callable[[list[list[int]]], list[int]]  # prompts -> the lengths of their groups' responses
 
 
-def _native(path: str) -> Callable[[int, int, bool], Generate]:
-    model = {"path": path}
+def _native(path: str, invariant: bool) -> Callable[[int, int, bool], Generate]:
+    model = {"path": path, "batch_invariant": invariant}
     loaded: Any = models.load(Config(model=model).model, models.device())
 
     def for_shape(n: int, longest: int, ends: bool) -> Generate:
@@ -186,6 +187,7 @@ def _line(row: Row) -> str:
     cells = [row["size"], row["n"], row["out"], row["lengths"], number("native_tok_s"), number("vllm_tok_s")]
     cells += [number("ratio", 2), number("ms", 2), number("floor_ms", 2)]
     cells.append(" / ".join(number(key) for key in ("native_mean_length", "vllm_mean_length") if key in row))
+    cells.append(number("invariant_tok_s"))
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -195,7 +197,8 @@ def _table(result: dict[str, Any]) -> str:
             f"Prompts of {PROMPT} tokens, {GROUP} responses each, temperature 1, sampled log-probabilities, bf16, "
             "random weights of Qwen2's sizes. Prefill is counted. `geometric`: lengths of a mean of a quarter of the "
             "longest, cut there. A step's floor is its bytes (weights once, every sequence's keys and values) over "
-            "the rate of a copy, or its FLOPs over the rate of a large product, whichever is longer."
+            "the rate of a copy, or its FLOPs over the rate of a large product, whichever is longer. Invariant: with "
+            "`model.batch_invariant`."
         ),
         "",
         f"| {' | '.join(HEADS)} |",

@@ -14,12 +14,17 @@ from benchmarks import _gpu, _models, write
 from benchmarks._gpu import PROMPT, Part, Row
 from benchmarks._models import SIZES, Size
 from rolecall.config import Config
+from rolecall.errors import check_known
 from rolecall.roles.actor import Actor
 from rolecall.samples import Sample
 
 PROMPTS, GROUP, RESPONSE = 32, 8, 256
 SEGMENT, PART = 2048, 241  # a group of 8 such responses has 128 + 8 * 240 tokens in a packed batch
 REPEATS = 3
+COLUMNS = {
+    "s": ".3f", "tok_s": ",.0f", "computed_tok_s": ",.0f", "mfu": ".1%", "mfu_samples": ".1%", "peak_gib": ".1f",
+    "invariant_s": ".3f",
+}  # fmt: skip
 
 
 def run(
@@ -27,6 +32,7 @@ def run(
     size: Sequence[str] = ("0.5B", "1.5B", "3B", "head"),
     micro_tokens: Sequence[int] = (8192, 16_384),
     tokens: Sequence[int] = (8192, 16384, 32768, 65536, 131072),
+    mode: Sequence[str] = ("ordinary",),
 ) -> dict[str, Any]:
     """Add to ``training-h200.json`` and ``training-h200.md`` under ``out``.
 
@@ -34,12 +40,19 @@ def run(
         size: "head" is one layer under a whole vocabulary, for which ``tokens`` go in one micro-batch, in multiples of
             2,048.
         micro_tokens: ``actor.micro_tokens`` of the other sizes: one row for each.
+        mode: "invariant" is with ``model.batch_invariant``, of which the time alone goes into the row.
     """
+    for one in mode:
+        check_known("mode", one, ("ordinary", "invariant"))
     _models.check_sizes(size)
     name = f"training-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": [], "head": []} | _gpu.earlier(name, out)
     shapes = [(one, tokens if one == "head" else micro_tokens) for one in size]
-    parts = [Part("benchmarks.training", {"size": one, "micro_tokens": list(micro)}) for one, micro in shapes]
+    parts = [
+        Part("benchmarks.training", {"size": one, "micro_tokens": list(micro), "mode": by})
+        for one, micro in shapes
+        for by in mode
+    ]
     for row, _ in _gpu.measure(parts):
         result["matmul"] = row.pop("matmul")
         key = "head" if row["size"] == "head" else "rows"
@@ -49,7 +62,7 @@ def run(
     return result
 
 
-def measure(size: str, micro_tokens: list[int]) -> Iterator[Row]:
+def measure(size: str, micro_tokens: list[int], mode: str) -> Iterator[Row]:
     """A row for each number of tokens in a micro-batch, in rising order."""
     path, shape = str(_models.make(size)), SIZES[size]
     matmul = _models.matmul_rate()
@@ -57,7 +70,8 @@ def measure(size: str, micro_tokens: list[int]) -> Iterator[Row]:
     for micro in sorted(micro_tokens):
         groups, response = (micro // SEGMENT, PART) if size == "head" else (2 if size == "tiny" else PROMPTS, RESPONSE)
         rollout = {"prompts": groups, "group_size": GROUP, "max_tokens": response}
-        actor = Actor(Config(model={"path": path}, rollout=rollout, actor={"micro_tokens": micro}))
+        model = {"path": path, "batch_invariant": mode == "invariant"}
+        actor = Actor(Config(model=model, rollout=rollout, actor={"micro_tokens": micro}))
         seconds = []
         for repeat in range(REPEATS + 1):
             samples = _samples(groups, response, shape, repeat)
@@ -69,6 +83,9 @@ def measure(size: str, micro_tokens: list[int]) -> Iterator[Row]:
             _models.synchronize()
             seconds.append(time.perf_counter() - start)
         taken = statistics.median(seconds[1:])
+        if mode == "invariant":
+            yield {"size": size, "micro_tokens": micro, "invariant_s": taken, "matmul": matmul}
+            continue
         once = groups * (PROMPT + GROUP * (response - 1))  # tokens computed, each prompt once and no last token
         each = groups * GROUP * (PROMPT + response)
         yield {
@@ -118,9 +135,8 @@ def _samples(groups: int, response: int, shape: Size, repeat: int) -> list[Sampl
 
 
 def _line(row: Row) -> str:
-    cells = [row["size"], f"{row['micro_tokens']:,}", f"{row['s']:.3f}", f"{row['tok_s']:,.0f}"]
-    cells += [f"{row['computed_tok_s']:,.0f}", f"{row['mfu']:.1%}", f"{row['mfu_samples']:.1%}"]
-    cells.append(f"{row['peak_gib']:.1f}")
+    cells = [row["size"], f"{row['micro_tokens']:,}"]
+    cells += [format(row[key], digits) if key in row else "" for key, digits in COLUMNS.items()]
     return f"| {' | '.join(cells)} |"
 
 
@@ -135,11 +151,13 @@ def _table(result: dict[str, Any]) -> str:
             f"Qwen2's sizes, bf16 with FP32 masters and AdamW; median of {REPEATS} after a first one. A group's prompt "
             "is computed once: tokens a second of the samples, and of what is computed. MFU is the FLOPs of what is "
             "computed (nothing recomputed, logits of responses alone) over the rate of a large product, "
-            f"{result['matmul'] / 1e12:.0f} TFLOP/s; the other MFU counts the prompt for every sample."
+            f"{result['matmul'] / 1e12:.0f} TFLOP/s; the other MFU counts the prompt for every sample. Invariant: with "
+            "`model.batch_invariant`."
         ),
         "",
-        "| size | tokens a micro-batch | s | tok/s | computed tok/s | MFU | MFU, prompts repeated | peak GiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| size | tokens a micro-batch | s | tok/s | computed tok/s | MFU | MFU, prompts repeated | peak GiB | "
+        "s, invariant |",
+        "|---|---|---|---|---|---|---|---|---|",
         *map(_line, sorted(result["rows"], key=lambda row: (list(SIZES).index(row["size"]), row["micro_tokens"]))),
     ]
     if head := result["head"]:

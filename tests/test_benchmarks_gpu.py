@@ -238,6 +238,10 @@ def test_training_tried_on_a_cpu(tmp_path):
     assert 0 < row["mfu"] < row["mfu_samples"]
     # 2 groups of 8: 16 x 384 tokens of samples, 2 x (128 + 8 x 255) computed.
     assert row["tok_s"] / row["computed_tok_s"] == pytest.approx(6144 / 4336)
+    assert (
+        training._line({"size": "tiny", "micro_tokens": 64, "invariant_s": 2.0})
+        == "| tiny | 64 |  |  |  |  |  |  | 2.000 |"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,11 @@ class Model(Section):
         description="Of the weights that compute (masters are FP32); auto: bfloat16 on a GPU from 0.3B parameters on",
     )
     chat_template: str | None = Field(None, description="Jinja file that replaces the model's own chat template")
+    batch_invariant: bool = Field(
+        False,
+        description="The native engine and the Actor compute the same bits on a GPU, at a cost, see "
+        "docs/native-engine.md",
+    )
     lora_rank: int = Field(0, ge=0, description="Train LoRA adapters of this rank, see docs/lora.md; 0: all weights")
     lora_alpha: int = Field(32, gt=0, description="LoRA: adapters count lora_alpha / lora_rank times")
     lora_targets: list[str] = Field(
@@ -392,6 +397,11 @@ class Config(Section):
                 f"rollout.replicas = {rollout.replicas}: the {rollout.engine} engine shares a process with "
                 f"{', '.join(sorted(set(beside) - {'rollout'}))}, of which there is one. Give rollout a pool of its "
                 f"own in cluster.pools, or take an engine that has one anyway ({', '.join(SEPARATE_ENGINES)})"
+            )
+        if self.model.batch_invariant and (rollout.engine != "native" or self.model.lora_rank):
+            raise ValueError(
+                "model.batch_invariant is for rollout.engine = 'native' and no LoRA adapter, but rollout.engine = "
+                f"{rollout.engine!r} and model.lora_rank = {self.model.lora_rank}"
             )
         if rollout.sleep and rollout.engine not in SEPARATE_ENGINES:
             raise ValueError(

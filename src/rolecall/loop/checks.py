@@ -51,6 +51,20 @@ def first_step(
             raise RunError(f"First-step check failed: {name} is {found:.6g}, expected {wanted:g} (within {limit:g}).")
 
 
+def bitwise(metrics: Metrics) -> None:
+    """With ``model.batch_invariant``, in every step: the engine's log-probabilities are the Actor's, bit for bit.
+
+    Raises:
+        RunError: with the difference.
+    """
+    if (largest := metrics.get("mismatch/max", 0.0)) != 0:
+        raise RunError(
+            "model.batch_invariant = true, but the Actor's log-probabilities are not the engine's: they differ by "
+            f"{metrics['mismatch/mean']:.3g} on average and {largest:.3g} at most, expected 0. A part of this model is "
+            "computed otherwise in another batch; set --model.batch_invariant false."
+        )
+
+
 def on_policy(samples: list[Sample], version: int | None) -> None:
     """Every step of the synchronous mode trains on what the last sync's weights generated, and on nothing older.
 

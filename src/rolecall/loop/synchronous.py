@@ -27,6 +27,8 @@ def take_step(context: Context, sampler: Sampler, step: int) -> tuple[list[Group
     with clock("sync"):
         metrics |= stages.synchronise(context, step)
 
+    if context.config.model.batch_invariant:
+        checks.bitwise(metrics)
     if not context.checked:
         checks.first_step(context.config, groups, samples, metrics, untrained=step == 1)
         context.checked = "first/tokens" in metrics  # a step that moves nothing, all groups being flat, tells little

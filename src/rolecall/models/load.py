@@ -23,6 +23,7 @@ from rolecall.errors import UserError, nearest
 from rolecall.files import atomic_folder
 from rolecall.models.attention import why_unsupported
 from rolecall.models.compiled import compile_layers
+from rolecall.models.invariant import make_invariant
 
 # Each module's make(folder) writes the model.
 BUILT_IN = {"smollm2-135m-instruct": "rolecall.models.smollm2", "tiny": "rolecall.models.tiny"}
@@ -39,11 +40,13 @@ class Loaded:
     """A causal model in eval mode with its tokenizer.
 
     ``why``: None where the model runs under Rolecall's attention layouts (packing, the native engine), else the reason.
+    ``invariant``: a token's numbers are to be the same bits in any batch, see ``invariant.py``.
     """
 
     model: nn.Module
     tokenizer: Any
     why: str | None
+    invariant: bool = False
 
     @property
     def packed(self) -> bool:
@@ -95,8 +98,8 @@ def load(config: configuration.Model, device: torch.device | str) -> Loaded:
     """Load a causal model in eval mode, in the configured type, on ``device``.
 
     Raises:
-        UserError: the model cannot be had, is no causal language model, does not fit in memory, lacks weights, or has
-            no chat template.
+        UserError: the model cannot be had, is no causal language model, does not fit in memory, lacks weights, has no
+            chat template, or is to be batch-invariant and cannot.
     """
     device = torch.device(device)
     path = resolve(config.path)
@@ -122,9 +125,14 @@ def load(config: configuration.Model, device: torch.device | str) -> Loaded:
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
     why = why_unsupported(model)
-    if why is None and device.type == "cuda" and parameters > SMALL:  # a small one would take longer to compile
+    if config.batch_invariant:
+        if device.type != "cuda" or why is not None:
+            reason = why or f"it needs a GPU, and the model is on {device}"
+            raise UserError(f"model.batch_invariant = true: {reason}. Leave it false.")
+        make_invariant(model)
+    elif why is None and device.type == "cuda" and parameters > SMALL:  # a small one would take longer to compile
         compile_layers(model)
-    return Loaded(model, tokenizer, why)
+    return Loaded(model, tokenizer, why, config.batch_invariant)
 
 
 def outline(config: configuration.Model, device: torch.device | str) -> nn.Module:

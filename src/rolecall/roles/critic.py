@@ -24,7 +24,8 @@ class Critic(Trained):
     """
 
     def __init__(self, config: Config):
-        loaded = models.load(config.model, models.device())
+        # It has no engine to agree with.
+        loaded = models.load(config.model.model_copy(update={"batch_invariant": False}), models.device())
         model: Any = loaded.model
         if config.model.lora_rank:
             lora.add(model, config.model, config.run.seed)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rolecall.models import Loaded
 from rolecall.models.attention import hidden_states
 from rolecall.models.head import product
+from rolecall.models.invariant import token_logprobs as invariant_logprobs
 from rolecall.samples import Sample
 from rolecall.training.packing import MicroBatch, micro_batches
 
@@ -25,6 +26,7 @@ def token_logprobs(
     *,
     entropy_gradient: bool = False,
     limit: int | None = None,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(head(hidden) / temperature) at the targets, and the entropy of that distribution.
 
@@ -36,6 +38,7 @@ def token_logprobs(
         head: the output embedding.
         targets: (N,) token ids.
         limit: default: ``LOGITS``.
+        invariant: log-probabilities are those that the native engine gives, bit for bit.
 
     Returns:
         log-probabilities (N,) and entropies (N,) in nats; these carry a gradient only if ``entropy_gradient``.
@@ -43,7 +46,7 @@ def token_logprobs(
     weight, bias = (None, None) if head is None else (head.weight, head.bias)
     vocabulary = hidden.shape[1] if weight is None else len(weight)
     size = max(1, (limit or LOGITS[hidden.device.type]) // vocabulary)
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, entropy_gradient, size)
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, entropy_gradient, size, invariant)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -59,12 +62,17 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         entropy_gradient: bool,
         size: int,
+        invariant: bool,
     ) -> tuple[Tensor, Tensor]:
         parts = []
         for part, target in zip(hidden.split(size), targets.split(size), strict=True):
-            scores = _scores(part, weight, bias)
+            scores = _scores(part, weight, bias, invariant)
             normalizer, entropy = _normalizer_and_entropy(scores, temperature)
-            parts.append((scores.gather(1, target[:, None])[:, 0] / temperature - normalizer, normalizer, entropy))
+            if invariant:
+                chosen = invariant_logprobs(scores, target, temperature)
+            else:
+                chosen = scores.gather(1, target[:, None])[:, 0] / temperature - normalizer
+            parts.append((chosen, normalizer, entropy))
         logprobs, normalizer, entropy = (torch.cat(each) for each in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.temperature, ctx.entropy_gradient, ctx.size = temperature, entropy_gradient, size
@@ -105,7 +113,7 @@ class _TokenLogprobs(torch.autograd.Function):
             to_hidden,
             None if to_weight is None else to_weight.to(weight.dtype),
             None if to_bias is None else to_bias.to(bias.dtype),
-            *[None] * 4,
+            *[None] * 5,
         )
 
 
@@ -113,11 +121,11 @@ def _zeros(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
 
-def _scores(hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _scores(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, invariant: bool = False) -> Tensor:
     """(n, V) logits, float32 or wider."""
     if weight is None:
         return hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-    scores = product(hidden, weight)
+    scores = product(hidden, weight, invariant=invariant)
     return scores if bias is None else scores.add_(bias)
 
 
@@ -204,7 +212,9 @@ def policy_logprobs(
             input_ids=micro.tokens, attention_mask=micro.attention_mask, position_ids=micro.positions, use_cache=False
         ).logits
         hidden = output.flatten(0, 1).index_select(0, micro.predictors)
-    logprobs, entropy = token_logprobs(hidden, head, micro.targets, temperature, entropy_gradient=entropy_gradient)
+    logprobs, entropy = token_logprobs(
+        hidden, head, micro.targets, temperature, entropy_gradient=entropy_gradient, invariant=loaded.invariant
+    )
     return micro.rows(logprobs), micro.rows(entropy)
 
 
@@ -215,7 +225,9 @@ def in_sample_order(
     """Run ``compute`` (micro-batch -> (B, T)) over all samples and give each its values, one a response token."""
     device = next(loaded.model.parameters()).device
     rows: dict[int, list[float]] = {}
-    micros = micro_batches(samples, budget, packed=loaded.packed, device=device, window=loaded.window)
+    micros = micro_batches(
+        samples, budget, packed=loaded.packed, device=device, window=loaded.window, invariant=loaded.invariant
+    )
     # All are under way before the first is waited for.
     for micro, values in [(micro, compute(micro)) for micro in micros]:
         for sample, row in zip(micro.samples, values.tolist(), strict=True):

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rolecall.errors import RunError
 from rolecall.models.attention import Packed
 from rolecall.models.flex import BLOCK, BlockSparse, put
+from rolecall.models.invariant import PackedTokens
 from rolecall.samples import Sample, by_group
 
 
@@ -32,7 +33,7 @@ class MicroBatch:
     samples: list[Sample]
     tokens: Tensor
     positions: Tensor
-    layout: Packed | BlockSparse | None
+    layout: Packed | BlockSparse | PackedTokens | None
     attention_mask: Tensor | None
     predictors: Tensor
     targets: Tensor
@@ -93,6 +94,7 @@ def micro_batches(
     packed: bool,
     device: torch.device | str = "cpu",
     window: int | None = None,
+    invariant: bool = False,
 ) -> Iterator[MicroBatch]:
     """Cut samples into micro-batches of at most ``budget`` tokens.
 
@@ -103,6 +105,7 @@ def micro_batches(
 
     Args:
         window: of the model's sliding layers, if it has any.
+        invariant: attention is computed token by token, as in the native engine (packed only).
 
     Raises:
         RunError: samples of one group with different prompts.
@@ -111,7 +114,7 @@ def micro_batches(
     if packed:
         segments = _segments(samples, budget)
         for chosen in _first_fit([_segment_tokens(segment) for segment in segments], budget):
-            yield _pack([segments[i] for i in chosen], device, window)
+            yield _pack([segments[i] for i in chosen], device, window, invariant)
     else:
         for rows in _rows_of_similar_length(samples, budget):
             yield _pad(rows, device)
@@ -152,7 +155,7 @@ def _first_fit(sizes: list[int], budget: int) -> list[list[int]]:
     return bins
 
 
-def _pack(segments: list[list[Sample]], device: torch.device | str, window: int | None) -> MicroBatch:
+def _pack(segments: list[list[Sample]], device: torch.device | str, window: int | None, invariant: bool) -> MicroBatch:
     tokens: list[int] = []
     positions: list[np.ndarray] = []
     predictors: list[np.ndarray] = []
@@ -167,7 +170,7 @@ def _pack(segments: list[list[Sample]], device: torch.device | str, window: int 
             predictors += [np.array([last]), behind + len(tokens)]
             tokens += sample.response[:-1]
             positions.append(behind + len(prompt))
-    layout: Packed | BlockSparse
+    layout: Packed | BlockSparse | PackedTokens
     if _skips_blocks(device):
         # A last segment that nobody reads. Two blocks at least: for a single one all would be compiled again.
         if rest := max(-len(tokens) % BLOCK, 2 * BLOCK - len(tokens)):
@@ -178,11 +181,14 @@ def _pack(segments: list[list[Sample]], device: torch.device | str, window: int 
     else:
         where = torch.from_numpy(np.concatenate(positions))
         layout = Packed([_shared_prefix_mask(parts) for parts in lengths], where)
+    on_device = put(np.concatenate(positions), device)[None]
+    if invariant:
+        layout = PackedTokens(layout, lengths, on_device)
     samples = [sample for segment in segments for sample in segment]
     return MicroBatch(
         samples=samples,
         tokens=put(tokens, device)[None],
-        positions=put(np.concatenate(positions), device)[None],
+        positions=on_device,
         layout=layout,
         attention_mask=None,
         predictors=put(np.concatenate(predictors), device),

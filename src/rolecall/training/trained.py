@@ -124,8 +124,15 @@ class Trained:
         """Backward through every micro-batch; their metrics."""
         self.optimizer.zero_grad()  # of an update that was interrupted, or ran out of memory
         parts = []
-        packed, window = self.loaded.packed, self.loaded.window
-        micros = micro_batches(samples, self.micro_tokens, packed=packed, device=self.device, window=window)
+        loaded = self.loaded
+        micros = micro_batches(
+            samples,
+            self.micro_tokens,
+            packed=loaded.packed,
+            device=self.device,
+            window=loaded.window,
+            invariant=loaded.invariant,
+        )
         with self._recomputing():
             for micro in micros:
                 value, metrics = loss(micro, totals)

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from rolecall.engines.native.fused import Replacement, fuse, in_use
+from rolecall.engines.native.invariant import PagedTokens
 from rolecall.engines.native.pages import PagedDecode, Pages
 from rolecall.engines.native.rows import Rows
 from rolecall.engines.native.sampling import draw
 from rolecall.errors import UserError
-from rolecall.models.attention import hidden_states
+from rolecall.models.attention import Layout, hidden_states
 from rolecall.models.head import logits
+from rolecall.models.invariant import token_logprobs
 
 # Rows of a captured step, powers of two and from 16 on what is half-way to the next: few graphs, few empty rows.
 BUCKETS = [4, 8, *(size for power in range(4, 13) for size in (2**power, 3 * 2 ** (power - 1)))]
@@ -27,10 +29,11 @@ class Decoder:
 
     Args:
         ends: the end-of-sequence tokens.
+        invariant: a token's numbers are the same bits in any batch, see ``rolecall.models.invariant``.
     """
 
-    def __init__(self, model: Any, pages: Pages, ends: list[int]):
-        self.model, self.pages, device = model, pages, model.device
+    def __init__(self, model: Any, pages: Pages, ends: list[int], invariant: bool = False):
+        self.model, self.pages, self.invariant, device = model, pages, invariant, model.device
         self.ends = torch.tensor(ends, dtype=torch.long, device=device)
         vocabulary = model.get_output_embeddings().weight.shape[0]
         self.is_end = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(0, self.ends, True)
@@ -38,7 +41,7 @@ class Decoder:
         self.captures = device.type == "cuda"
         self.fused: list[Replacement] = []
         self.few: list[Replacement] = []
-        if self.captures:
+        if self.captures and not invariant:  # (there layers are computed by the very code of training)
             groups = fuse(model)
             self.fused = [replacement for group in groups for replacement in group.replacements]
             few = importlib.import_module("rolecall.engines.native.few")  # needs Triton, as all kernels
@@ -92,14 +95,19 @@ class Decoder:
     def _step(self, n: int) -> None:
         rows = self.rows.first(n)
         positions = rows.prompts + rows.counts - 1
-        layout = PagedDecode(self.pages, rows.table, positions)
+        layout: Layout = PagedDecode(self.pages, rows.table, positions)
+        if self.invariant:
+            layout = PagedTokens(self.pages, rows.table, torch.arange(n, device=positions.device), positions[:, None])
         with in_use(self.few if self.few and n <= FEW else self.fused):
             hidden = hidden_states(self.model, rows.tokens[:, None], positions[:, None], layout)
-        self.sample(rows, logits(self.model, hidden[:, 0]))
+        self.sample(rows, logits(self.model, hidden[:, 0], invariant=self.invariant))
 
     def sample(self, rows: Rows, scores: Tensor) -> None:
         """Draw the next token of these rows from their logits (n, V)."""
-        rows.record(*draw(scores, rows, self.ends), self.is_end)
+        tokens, logprobs = draw(scores, rows, self.ends)
+        if self.invariant and not (rows.any_cut or rows.any_min):  # of the whole distribution, as the trainer does
+            logprobs = token_logprobs(scores, tokens, rows.temperature)
+        rows.record(tokens, logprobs, self.is_end)
 
 
 def _addresses(model: Any) -> list[int]:

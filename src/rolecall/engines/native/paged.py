@@ -8,6 +8,7 @@ import torch
 
 from rolecall.engines.local import LocalEngine
 from rolecall.engines.native.decode import BUCKETS, Decoder
+from rolecall.engines.native.invariant import TokenPrefill
 from rolecall.engines.native.pages import PAGE, PagedPrefill, Pages, pages_for
 from rolecall.engines.native.rows import Status, Taken
 from rolecall.engines.sequence import Sequence, in_parts
@@ -42,7 +43,8 @@ class PagedEngine(LocalEngine):
 
     A group's prompt is computed once, and the pages of keys and values that it fills are shared. Rows take pages as
     they grow; where none is left, the youngest gives up its own and is computed again later, to the same tokens up to
-    rounding. A sample is a function of (weights, prompt, sampling, seed), up to that of products of other shapes.
+    rounding. A sample is a function of (weights, prompt, sampling, seed), up to that of products of other shapes; of a
+    model that is batch-invariant, bit for bit.
 
     Args:
         pages: of the cache; None: as many as the requests can use and the memory has.
@@ -51,7 +53,8 @@ class PagedEngine(LocalEngine):
     def __init__(self, loaded: Loaded, max_sequences: int, pages: int | None = None):
         super().__init__(loaded, min(max_sequences, BUCKETS[-1]))
         self.pages, self.most_pages = Pages(self.model), pages
-        self.decoder = Decoder(self.model, self.pages, self.endings.tokens)
+        self.invariant = loaded.invariant
+        self.decoder = Decoder(self.model, self.pages, self.endings.tokens, self.invariant)
         self.running: list[Running] = []  # in the order of the rows
         self.ended: list[tuple[list[Sequence], Taken]] = []  # what these have still to be given
 
@@ -147,10 +150,9 @@ class PagedEngine(LocalEngine):
         """Compute the parts' prompts into new rows, and their first tokens."""
         prompts = [part[0].request.prompt + part[0].tokens for part in parts]
         pages = [self.pages.take(pages_for(len(prompt))) for prompt in prompts]
-        layout = PagedPrefill(self.pages, prompts, pages)
+        layout = (TokenPrefill if self.invariant else PagedPrefill)(self.pages, prompts, pages)
         hidden = hidden_states(self.model, layout.tokens, layout.positions, layout)
-        each = torch.arange(len(parts), device=hidden.device)
-        scores = logits(self.model, hidden[each, layout.ends])
+        scores = logits(self.model, hidden[layout.ends], invariant=self.invariant)
         entering: list[list[int]] = []
         sources: list[int] = []
         targets: list[int] = []

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from rolecall.engines.cache import head_size, token_bytes
 from rolecall.models.attention import sdpa
+from rolecall.models.invariant import ALIGNED
 
 PAGE = 32  # positions
-ALIGNED = 8  # elements: where the pages begin is counted in these, so that kernels may load 16 bytes at once
 TRASH = 0  # the page that rows write to which have no more use for what they compute
 
 
@@ -82,7 +82,7 @@ class Pages:
 class PagedPrefill:
     """Prompts that enter, one a row, padded on the right (what stands behind a token is not seen by it).
 
-    ``tokens``, ``positions``: (B, L) what the model reads; ``ends``: (B,) the place of each prompt's last token.
+    ``tokens``, ``positions``: (B, L) what the model reads; ``ends``: row and place of each prompt's last token.
 
     Args:
         prompts: the token ids of each.
@@ -97,7 +97,8 @@ class PagedPrefill:
         self.cache = cache
         self.tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
         self.positions = torch.arange(longest, device=device).expand_as(self.tokens)
-        self.ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+        self.ends = torch.arange(len(prompts), device=device), last
         self.pages = torch.tensor([row + [TRASH] * (longest // PAGE - len(row)) for row in pages], device=device)
         self.masks: dict[int, Tensor] = {}
 
