@@ -115,6 +115,8 @@ class PackedTokens:
         positions: (1, L).
     """
 
+    compiled = False
+
     def __init__(self, ordinary: Packed | BlockSparse, segments: list[list[int]], positions: Tensor):
         self.ordinary, self.positions = ordinary, positions
         self.table, self.starts = (put(x, positions.device) for x in listed(segments))

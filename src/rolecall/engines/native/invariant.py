@@ -18,6 +18,8 @@ class PagedTokens:
         positions: (n, 1) where the tokens stand.
     """
 
+    compiled = False
+
     def __init__(self, cache: Pages, table: Tensor, rows: Tensor, positions: Tensor):
         self.cache, self.table, self.positions = cache, table, positions
         self.starts = rows * table.stride(0)
