@@ -25,6 +25,9 @@ Row = dict[str, Any]
 
 MARK = "ROW "  # in front of each row that a part prints: libraries print, too
 PROMPT = 128  # tokens of every prompt
+TRIAL = (
+    "Tried without a GPU: a tiny model in float32, few and short samples. These figures say only that all of it runs."
+)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -153,6 +156,11 @@ def machine() -> str:
     """Of a results file's name: "h200". Without a GPU "dry-run", as its figures only show that all runs."""
     gpu = collect()["gpu"].split(", ")[0]
     return "dry-run" if gpu == "none" else gpu.split()[-1].lower()
+
+
+def about(figures: str) -> str:
+    """What a table says of its figures: that, where they come from a GPU."""
+    return TRIAL if machine() == "dry-run" else figures
 
 
 def earlier(name: str, out: Path) -> dict[str, Any]:

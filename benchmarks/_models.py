@@ -125,7 +125,9 @@ def make(size: str, folder: Path | None = None) -> Path:
     remove(new)
     model.save_pretrained(new)
     _tokenizer().save_pretrained(new)
-    new.rename(folder)  # so that it is there whole or not at all
+    # Whole or not at all also where this is interrupted. Not by ``atomic_folder``, which waits until all is on the
+    # disk, so that a crash of the machine loses none of it: 15 GB of random weights are drawn sooner than that.
+    new.rename(folder)
     del model
     torch.cuda.empty_cache()  # what comes now may want the whole GPU
     return folder

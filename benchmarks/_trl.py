@@ -19,11 +19,13 @@ class StepClock(TrainerCallback):
 
     Attributes:
         seconds: of each step.
+        sync_seconds: of each time that TRL brought its weights to its vLLM.
     """
 
     def __init__(self, after: Callable[[int], None] = lambda step: None):
         self.after = after
         self.seconds: list[float] = []
+        self.sync_seconds: list[float] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.after(0)
@@ -34,6 +36,19 @@ class StepClock(TrainerCallback):
         self.seconds.append(time.perf_counter() - self._began)
         self.after(state.global_step)
         self._start()
+
+    def watch_syncs(self, generation: Any) -> None:
+        """Time those of TRL's ``VLLMGeneration``."""
+        synchronise = generation.sync_weights
+
+        def timed() -> None:
+            _models.synchronize()
+            start = time.perf_counter()
+            synchronise()
+            _models.synchronize()
+            self.sync_seconds.append(time.perf_counter() - start)
+
+        generation.sync_weights = timed
 
     def _start(self) -> None:
         _models.synchronize()
@@ -89,4 +104,7 @@ def trainer(
         disable_tqdm=True,
         **defaults | settings,
     )
-    return GRPOTrainer(path, reward, args=config, train_dataset=Dataset.from_list(data), callbacks=[clock])
+    made = GRPOTrainer(path, reward, args=config, train_dataset=Dataset.from_list(data), callbacks=[clock])
+    if vllm:
+        clock.watch_syncs(made.vllm_generation)
+    return made

@@ -108,9 +108,11 @@ def _line(row: Row) -> str:
 def _table(result: dict[str, Any]) -> str:
     heads = ["size", "trains", *PARTS.values(), "peak of the GPU", "generate, s", "update, s"]
     lines = [
-        f"GiB by part: {PROMPTS} prompts x {GROUP} samples, {PROMPT} + {TOKENS} tokens, random weights of Qwen2's "
-        "sizes in bf16, the native engine on the Actor's weights in one process. The peak of the GPU is all that is "
-        "held on it, torch's unused blocks and CUDA's own included.",
+        _gpu.about(
+            f"GiB by part: {PROMPTS} prompts x {GROUP} samples, {PROMPT} + {TOKENS} tokens, random weights of Qwen2's "
+            "sizes in bf16, the native engine on the Actor's weights in one process. The peak of the GPU is all that "
+            "is held on it, torch's unused blocks and CUDA's own included."
+        ),
         "",
         f"| {' | '.join(heads)} |",
         f"|{'---|' * len(heads)}",

@@ -193,10 +193,13 @@ def _line(row: Row) -> str:
 
 def _table(result: dict[str, Any]) -> str:
     lines = [
-        f"Prompts of {PROMPT} tokens, {GROUP} responses each, temperature 1, sampled log-probabilities, bf16, random "
-        "weights of Qwen2's sizes. Prefill is counted. `geometric`: lengths of a mean of a quarter of the longest, cut "
-        "there. A step's floor is its bytes (weights once, every sequence's keys and values) over the rate of a copy, "
-        "or its FLOPs over the rate of a large product, whichever is longer. Invariant: with `model.batch_invariant`.",
+        _gpu.about(
+            f"Prompts of {PROMPT} tokens, {GROUP} responses each, temperature 1, sampled log-probabilities, bf16, "
+            "random weights of Qwen2's sizes. Prefill is counted. `geometric`: lengths of a mean of a quarter of the "
+            "longest, cut there. A step's floor is its bytes (weights once, every sequence's keys and values) over "
+            "the rate of a copy, or its FLOPs over the rate of a large product, whichever is longer. Invariant: with "
+            "`model.batch_invariant`."
+        ),
         "",
         f"| {' | '.join(HEADS)} |",
         f"|{'---|' * len(HEADS)}",

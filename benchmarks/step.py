@@ -56,38 +56,39 @@ def run(
     return result
 
 
-def part(size: str, system: str, steps: int) -> Part:
+def part(size: str, system: str, steps: int, kl_beta: float = 0.0) -> Part:
     """One row's measurement. ``system``: one of ``TRL``, "rolecall", or the engine that Rolecall is to use."""
     if steps <= WARMUP:
         raise UserError(f"--steps {steps}: the first {WARMUP} do not count.")
-    arguments = {"size": size, "system": system, "steps": steps}
+    arguments = {"size": size, "system": system, "steps": steps, "kl_beta": kl_beta}
     return Part("benchmarks.step", arguments, timeout=480.0)
 
 
-def measure(size: str, system: str, steps: int) -> Iterator[Row]:
-    """The row of one system and size."""
+def measure(size: str, system: str, steps: int, kl_beta: float) -> Iterator[Row]:
+    """The row of one system and size. ``kl_beta``: above 0 there is a Reference (Rolecall alone)."""
     path = str(_models.make(size))
     prompts, tokens = TINY if size == "tiny" else (PROMPTS, TOKENS)
     shape = {"prompts": prompts, "group_size": GROUP, "max_tokens": tokens}
     if system in TRL:
         lines = _trl_steps(path, steps, shape | {"micro": TRL_MICRO[size]} | TRL[system])
     else:
-        lines = _steps(path, steps, shape | {"engine": "native" if system == "rolecall" else system})
+        lines = _steps(path, steps, kl_beta, shape | {"engine": "native" if system == "rolecall" else system})
     counted = lines[WARMUP:]
     row: Row = {"size": size, "system": system, "s_per_step": statistics.median(line["time/step"] for line in counted)}
-    if system not in TRL:
-        row["stages"] = {stage: statistics.median(line[f"time/{stage}"] for line in counted) for stage in STAGES}
+    stages = ["sync"] if system in TRL else STAGES
+    row["stages"] = {stage: statistics.median(line[f"time/{stage}"] for line in counted) for stage in stages}
     row["mismatch"] = lines[-1].get("mismatch/mean")
     row["mean_length"] = statistics.fmean(line["response_length/mean"] for line in counted)
     row["steps"] = [line["time/step"] for line in lines]
     yield row
 
 
-def _steps(path: str, steps: int, rollout: dict[str, Any]) -> list[dict[str, Any]]:
+def _steps(path: str, steps: int, kl_beta: float, rollout: dict[str, Any]) -> list[dict[str, Any]]:
     """Metrics of each of Rolecall's steps."""
     separate = rollout["engine"] == "vllm"
     config = Config(
         model={"path": path},
+        algorithm={"kl_beta": kl_beta},
         data={"path": "benchmarks._gpu:prompts", "answer": "", "holdout": 0},
         reward={"function": "benchmarks._gpu:coin"},
         rollout=rollout | {"max_sequences": rollout["prompts"] * GROUP, "sleep": 2 if separate else 0},
@@ -124,9 +125,11 @@ def _trl_steps(path: str, steps: int, settings: dict[str, Any]) -> list[dict[str
         )
         trainer.train()
     logged = [line for line in trainer.state.log_history if "completions/mean_length" in line]
+    sync = statistics.median(clock.sync_seconds or [0.0])  # transformers' generate needs none
     return [
         {
             "time/step": seconds,
+            "time/sync": sync,
             "response_length/mean": line["completions/mean_length"],
             "mismatch/mean": line.get("sampling/sampling_logp_difference/mean"),
         }
@@ -145,7 +148,7 @@ def _ratios(rows: list[Row]) -> dict[str, float]:
 
 
 def stage_seconds(row: Row) -> str:
-    return ", ".join(f"{stage} {row['stages'][stage]:.2f}" for stage in STAGES if row["stages"][stage] >= 0.005)
+    return ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in row["stages"].items() if seconds >= 0.005)
 
 
 def _line(row: Row) -> str:
@@ -160,10 +163,12 @@ def _table(result: dict[str, Any]) -> str:
     rows = sorted(result["rows"], key=lambda row: (order.index(row["size"]), row["system"]))
     ratios = ", ".join(f"{ratio:.1f} times at {size}" for size, ratio in result["ratio_vs_trl"].items())
     lines = [
-        f"{PROMPTS} prompts x {GROUP} samples, {PROMPT} + {TOKENS} tokens, random weights of Qwen2's sizes, bf16 over "
-        f"FP32 masters, random rewards; median of the steps after the first {WARMUP}. Peak memory is all that is held "
-        "on the GPU, by any process. `trl`: vLLM colocated; `trl-sleep`: in its sleep mode; `trl-generate`: "
-        "transformers' generate.",
+        _gpu.about(
+            f"{PROMPTS} prompts x {GROUP} samples, {PROMPT} + {TOKENS} tokens, random weights of Qwen2's sizes, bf16 "
+            f"over FP32 masters, random rewards; median of the steps after the first {WARMUP}. Peak memory is all that "
+            "is held on the GPU, by any process. `trl`: vLLM colocated; `trl-sleep`: in its sleep mode; "
+            "`trl-generate`: transformers' generate."
+        ),
         "",
         "| size | system | s a step | peak GiB | mean length | mean log-probability difference | stages, s |",
         "|---|---|---|---|---|---|---|",

@@ -2,15 +2,12 @@
 
 import importlib.util
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +27,7 @@ from rolecall.sync.collective import Group
 from rolecall.sync.ends import Sender
 from rolecall.training.logprobs import sample_logprobs
 
-REPEATS, TIMEOUT, TRL_TIMEOUT = 7, 900.0, 240.0
+REPEATS, TIMEOUT = 7, 900.0
 MODES: dict[str, dict[str, Any]] = {
     "a tensor at a time": {"limit": 1, "slots": 1},
     "packed": {"slots": 1},
@@ -77,12 +74,12 @@ def broadcast_seconds(role: Any, address: str, port: int, rank: int, nbytes: int
 def run(out: Path, size: Sequence[str] = ()) -> dict[str, Any]:
     """Write ``sync-cpu`` (``sync-cuda`` on a GPU), JSON and table, under ``out``.
 
-    On a GPU: both processes on one, and where there is a second one, each on its own; vLLM and SGLang where installed,
-    and TRL's sync of a vLLM in its own process. On a CPU: by shared memory and by gloo, for the native engine and vLLM.
+    On a GPU: both processes on one, and where there is a second one, each on its own; vLLM and SGLang where installed.
+    On a CPU: by shared memory and by gloo, for the native engine and vLLM. (TRL's sync is timed in ``step``.)
     """
     device = models.device()
     engines = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name)]
-    result: dict[str, Any] = {"rows": [], "plain": [], "sleep": [], "mismatch": [], "trl": {}, "repeats": REPEATS}
+    result: dict[str, Any] = {"rows": [], "plain": [], "sleep": [], "mismatch": [], "repeats": REPEATS}
     ray.init("local", include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
         for name in size or (["135M"] if device.type == "cpu" else ["0.5B", "7B"]):
@@ -94,10 +91,7 @@ def run(out: Path, size: Sequence[str] = ()) -> dict[str, Any]:
                     with _two_processes(config, gpus) as (actor, rollout):
                         _measure(result, name, engine, actor, rollout)
                     _write(result, out)  # what there is so far
-            if name == "0.5B" and "vllm" in engines and importlib.util.find_spec("trl"):
-                result["trl"] |= _trl(name, path)
     ray.shutdown()
-    _write(result, out)
     return result
 
 
@@ -122,31 +116,6 @@ def _two_processes(config: Config, gpus: int) -> Iterator[tuple[Handle, Handle]]
     finally:
         for handle in handles:
             ray.kill(handle.process.worker)
-
-
-def _trl(size: str, path: str) -> dict[str, float]:
-    """{size: seconds of TRL's sync}, measured in a process of its own; nothing where it fails, with what it said."""
-    try:
-        command = [sys.executable, "-m", "benchmarks.sync", path]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TRL_TIMEOUT)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        print(f"TRL: {error}\n{str(error.stderr)[-2000:]}", flush=True)
-        return {}
-    return {size: float(done.stdout.splitlines()[-1])}
-
-
-def _trl_seconds(path: str) -> float:
-    """TRL's sync of a model into a vLLM in the same process."""
-    from accelerate import Accelerator
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl.generation.vllm_generation import VLLMGeneration
-
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    generation = VLLMGeneration(
-        model.to("cuda"), Accelerator(), tokenizer, gpu_memory_utilization=0.4, max_model_length=576
-    )
-    return _median(generation.sync_weights, models.device())
 
 
 def _measure(result: dict[str, Any], size: str, engine: str, actor: Handle, rollout: Handle) -> None:
@@ -246,8 +215,6 @@ def _table(result: dict[str, Any]) -> str:
             f"| {row['size']} | {row['engine']} | {row['transport']} | {row['mode']} | {row['seconds'] * 1e3:.1f} | "
             f"{row['bytes'] / row['seconds'] / 1e9:.2f} | {plain['copy_s'] / row['seconds']:.0%} | {share} |"
         )
-    for size, seconds in result["trl"].items():
-        lines.append(f"| {size} | vllm | TRL {version('trl')}, in one process | | {seconds * 1e3:.1f} | | | |")
     lines += ["", "| model | engine | mean difference of log-probabilities | largest |", "|---|---|---|---|"]
     lines += [f"| {m['size']} | {m['engine']} | {m['mean']:.2g} | {m['max']:.2g} |" for m in result["mismatch"]]
     if result["sleep"]:
@@ -259,7 +226,3 @@ def _table(result: dict[str, Any]) -> str:
             for s in result["sleep"]
         ]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(_trl_seconds(sys.argv[1]))

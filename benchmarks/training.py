@@ -146,12 +146,14 @@ def _head_line(row: Row) -> str:
 
 def _table(result: dict[str, Any]) -> str:
     lines = [
-        f"`Actor.update` on {PROMPTS} prompts x {GROUP} samples, {PROMPT} + {RESPONSE} tokens, random weights of "
-        f"Qwen2's sizes, bf16 with FP32 masters and AdamW; median of {REPEATS} after a first one. A group's prompt is "
-        "computed once: tokens a second of the samples, and of what is computed. MFU is the FLOPs of what is computed "
-        "(nothing recomputed, logits of responses alone) over the rate of a large product, "
-        f"{result['matmul'] / 1e12:.0f} TFLOP/s; the other MFU counts the prompt for every sample. Invariant: with "
-        "`model.batch_invariant`.",
+        _gpu.about(
+            f"`Actor.update` on {PROMPTS} prompts x {GROUP} samples, {PROMPT} + {RESPONSE} tokens, random weights of "
+            f"Qwen2's sizes, bf16 with FP32 masters and AdamW; median of {REPEATS} after a first one. A group's prompt "
+            "is computed once: tokens a second of the samples, and of what is computed. MFU is the FLOPs of what is "
+            "computed (nothing recomputed, logits of responses alone) over the rate of a large product, "
+            f"{result['matmul'] / 1e12:.0f} TFLOP/s; the other MFU counts the prompt for every sample. Invariant: with "
+            "`model.batch_invariant`."
+        ),
         "",
         "| size | tokens a micro-batch | s | tok/s | computed tok/s | MFU | MFU, prompts repeated | peak GiB | "
         "s, invariant |",

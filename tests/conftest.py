@@ -1,4 +1,4 @@
-"""What several test files share: one tiny model, made once, one torch thread, no time limit on examples."""
+"""What several test files share: one tiny model and one Ray, one torch thread, no time limit on examples."""
 
 import os
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import ray
 from hypothesis import settings
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rolecall import config, models
 from rolecall.models import Loaded
@@ -18,6 +19,11 @@ from rolecall.models.tiny import make
 
 settings.register_profile("rolecall", deadline=None)
 settings.load_profile("rolecall")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What works on ``local_ray`` comes last: it is there to the end, and others start a Ray of their own, or none."""
+    items.sort(key=lambda item: "local_ray" in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +38,19 @@ def tiny(tiny_path: Path) -> Loaded:
     return models.load(config.Model(path=str(tiny_path), dtype="float32"), "cpu")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def smollm2_small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with SmolLM2's tokenizer and kind of model, two layers of it and random weights."""
+    folder = tmp_path_factory.mktemp("models") / "smollm2"
+    whole = models.resolve("smollm2-135m-instruct")
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.from_pretrained(whole, num_hidden_layers=2, head_dim=32, **shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(whole).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
     """A Ray that this process is connected to: runs in it work there, instead of each starting one for itself."""
     ray.init("local", include_dashboard=False, log_to_driver=False)

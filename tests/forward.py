@@ -17,12 +17,11 @@ def plain(model: Any, sample: Sample) -> torch.Tensor:
     return logits[len(sample.prompt) - 1 : -1]
 
 
-def sampled_logprobs(model: Any, sample: Sample, sampling: Sampling, ends: list[int]) -> torch.Tensor:
-    """(T,) log-probabilities of the response under the distributions that ``sampling`` makes of the logits."""
-    scores = plain(model, sample)
+def sampled_logprobs(logits: torch.Tensor, sample: Sample, sampling: Sampling, ends: list[int]) -> torch.Tensor:
+    """(T,) log-probabilities of the response under the distributions that ``sampling`` makes of the (T, V) logits."""
+    scores = logits / (sampling.temperature or 1.0)
     early = torch.arange(len(scores)) < sampling.min_tokens
     scores[early[:, None] & torch.isin(torch.arange(scores.shape[-1]), torch.tensor(ends))] = -torch.inf
-    scores = scores / (sampling.temperature or 1.0)
     if sampling.top_k and sampling.temperature:
         scores[scores < scores.topk(sampling.top_k).values[:, -1:]] = -torch.inf
     if sampling.temperature:

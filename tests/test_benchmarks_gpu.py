@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -74,7 +75,7 @@ def test_a_part_that_fails_or_hangs_is_named_at_the_end_and_the_others_are_run(m
     )
     rows = []
     with pytest.raises(RunError, match=r"2 of 3 measurements failed:(.|\n)*fails.*exit code 1(.|\n)*hangs.*killed"):
-        for row, _ in _gpu.measure([Part(name, {"how": how}, timeout=8) for how in ("fails", "hangs", "works")]):
+        for row, _ in _gpu.measure([Part(name, {"how": how}, timeout=6) for how in ("fails", "hangs", "works")]):
             rows.append(row["how"])
     assert rows == ["fails", "hangs", "works"]
     said = capsys.readouterr().out
@@ -127,11 +128,13 @@ def test_a_row_is_added_to_the_one_with_its_keys():
 
 def test_options_of_a_benchmark_have_the_type_of_their_default():
     assert _lists(["--size", "0.5B,7B", "--n", "64"], rollout.run) == {"size": ["0.5B", "7B"], "n": [64]}
-    assert _lists(["--micro-tokens", "8192,16384"], training.run) == {"micro_tokens": [8192, 16384]}
+    both = {"micro_tokens": [8192, 16384], "size": ["3B"]}
+    assert _lists(["--micro-tokens=8192,16384", "--size", "3B"], training.run) == both
     for wrong, says in (
         (["--sise", "7B"], "Did you mean 'size'"),
         (["--n", "many"], "--n many: write it as 64,512,1024"),
         (["--n"], "--n"),
+        (["--n="], "--n : write it as 64,512,1024"),
         (["--out", "x"], "Unknown option 'out'"),
     ):
         with pytest.raises(UserError, match=says):
@@ -222,7 +225,9 @@ def test_the_ratio_is_to_the_faster_of_trls_ways():
 def table(out, name):
     """The lines of a table of results, and the figures that it was made of."""
     figures = json.loads((out / "results" / f"{name}-dry-run.json").read_text())
-    return [line for line in (out / f"{name}-dry-run.md").read_text().splitlines() if line.startswith("|")], figures
+    text = (out / f"{name}-dry-run.md").read_text()
+    assert "bf16" not in text and (_gpu.TRIAL in text) == (name != "learning-vs-trl")
+    return [line for line in text.splitlines() if line.startswith("|")], figures
 
 
 def test_training_tried_on_a_cpu(tmp_path):
@@ -239,9 +244,16 @@ def test_training_tried_on_a_cpu(tmp_path):
     )
 
 
-def test_generation_tried_on_a_cpu(tmp_path):
-    rollout.run(tmp_path, size=["tiny"], n=[8], system=["native"], repeats=[1])
-    lines, figures = table(tmp_path, "rollout")
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    """The table of the native engine alone."""
+    out = tmp_path_factory.mktemp("out")
+    rollout.run(out, size=["tiny"], n=[16], system=["native"], repeats=[1])
+    return out
+
+
+def test_generation_tried_on_a_cpu(generated):
+    lines, figures = table(generated, "rollout")
     assert [line.split(" | ")[3] for line in lines[2:4]] == ["fixed", "geometric"]
     fixed, geometric = figures["rows"]
     assert fixed["native_mean_length"] == 16 > geometric["native_mean_length"]
@@ -263,7 +275,7 @@ def test_memory_tried_on_a_cpu(tmp_path):
 
 @needs_vllm
 @pytest.mark.slow
-def test_generation_beside_vllm_tried_on_a_cpu(tmp_path, monkeypatch):
+def test_generation_beside_vllm_tried_on_a_cpu(generated, tmp_path, monkeypatch):
     for name, value in {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -271,8 +283,8 @@ def test_generation_beside_vllm_tried_on_a_cpu(tmp_path, monkeypatch):
         "TORCHDYNAMO_DISABLE": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    for system in ("vllm", "native"):  # one after the other, into one table
-        rollout.run(tmp_path, size=["tiny"], n=[16], system=[system], repeats=[1])
+    shutil.copytree(generated, tmp_path, dirs_exist_ok=True)  # to add to
+    rollout.run(tmp_path, size=["tiny"], n=[16], system=["vllm"], repeats=[1])
     lines, figures = table(tmp_path, "rollout")
     assert len(figures["rows"]) == 2
     for row in figures["rows"]:
@@ -295,11 +307,14 @@ def test_a_step_beside_trls_tried_on_a_cpu(tmp_path):
         assert 15 < row["mean_length"] <= 16
 
 
-@pytest.mark.slow
-def test_decoupling_tried_on_a_cpu(tmp_path):
-    decoupling.run(tmp_path, size=["tiny"], mode=["native"], steps=[3])
+def test_decoupling_tried_on_a_cpu(tmp_path, monkeypatch, local_ray):
+    """In this process: that one of its own measures a step is tried above."""
+    monkeypatch.setattr(_gpu, "_run", lambda part: ((row, 1.5) for row in step.measure(**part.arguments)))
+    decoupling.run(tmp_path, size=["tiny"], mode=["transformers"], steps=[3])
     lines, figures = table(tmp_path, "decoupling")
-    assert [row["mode"] for row in figures["rows"]] == ["native"] and "generate" in lines[2]
+    assert [row["mode"] for row in figures["rows"]] == ["transformers"] and len(figures["rows"][0]["steps"]) == 3
+    assert lines[2].startswith("| tiny | transformers' generate on the Actor's weights, one process |")
+    assert ", update " in lines[2] and lines[2].endswith(" | 1.5 |")
 
 
 @pytest.mark.slow

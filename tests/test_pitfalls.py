@@ -12,7 +12,7 @@ another part are tested there:
 12  tokens change when their text is encoded again
         test_data.py::test_prompts_are_rendered_and_tokenised_once
 13  generation from old weights after a sync
-        test_engines.py::test_weights_that_change_in_place_are_used_at_once
+        test_sync.py::test_shared_weights_are_the_actors_own
         test_engines_conform.py::test_new_weights_are_used_at_once_and_the_old_ones_come_back
         test_checks.py::test_older_weights_stop_any_step
 14  an engine that wakes with something missing

@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -39,9 +39,22 @@ def config(folder: Path | str, url: str, **sections: Any) -> Config:  # noqa: F8
 # vLLM's own server.
 
 
+class Server(NamedTuple):
+    url: str
+    process: subprocess.Popen
+    log: Path
+
+    def wait(self) -> None:
+        """Until it answers."""
+        deadline = time.monotonic() + 300
+        while not answers(self.url.removesuffix("/v1") + "/health"):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
+            time.sleep(0.5)
+
+
 @contextmanager
-def serving(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen]]:  # noqa: F811
-    """vLLM's server on the model in ``folder``, as somebody would start it: its URL and its process."""
+def starting(folder: Path, *options: str) -> Iterator[Server]:  # noqa: F811
+    """vLLM's server on the model in ``folder``, as somebody would start it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -51,20 +64,16 @@ def serving(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen
     }  # fmt: skip
     line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", port]
     line += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", *options]
-    log = folder.parent / "server.log"
+    log = folder.parent / f"server-{port}.log"
     with log.open("w") as output:
-        server = subprocess.Popen(line, env=environment, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(line, env=environment, stdout=output, stderr=output, start_new_session=True)
     try:
-        deadline = time.monotonic() + 300
-        while not answers(f"http://127.0.0.1:{port}/health"):
-            assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}/v1", server
+        yield Server(f"http://127.0.0.1:{port}/v1", process, log)
     finally:
-        server.terminate()
-        server.wait(60)
+        process.terminate()
+        process.wait(60)
         with suppress(ProcessLookupError):  # what it could not end because it was killed itself
-            os.killpg(server.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def answers(url: str) -> bool:
@@ -76,9 +85,19 @@ def answers(url: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[str]:  # noqa: F811
-    with serving(folder, "--logprobs-mode", "processed_logprobs", "--served-model-name", "ours") as (url, _):
-        yield url
+def servers(folder: Path) -> Iterator[dict[str, Server]]:  # noqa: F811
+    """One as the documentation says; and one as most people start it, with a key and a shorter context."""
+    told = "--logprobs-mode", "processed_logprobs", "--served-model-name", "ours"
+    usual = "--max-model-len", "128", "--api-key", "sesame"
+    with starting(folder, *told) as one, starting(folder, *usual) as other:  # side by side
+        one.wait()
+        other.wait()
+        yield {"told": one, "usual": other}
+
+
+@pytest.fixture(scope="module")
+def served(servers: dict[str, Server]) -> str:
+    return servers["told"].url
 
 
 @pytest.fixture
@@ -115,26 +134,26 @@ def test_evaluation_says_what_the_native_engine_says(served: str, folder: Path):
 
 
 @on_the_server
-def test_a_server_as_most_people_start_it(folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_a_server_as_most_people_start_it(servers: Any, folder: Path, model: Any, monkeypatch: Any):  # noqa: F811
     """Raw log-probabilities, a key, a context shorter than the model's; and it dies in the middle of responses."""
-    with serving(folder, "--max-model-len", "128", "--api-key", "sesame") as (url, server):
-        with pytest.raises(UserError, match=r"/v1/models answered 401 Unauthorized.*\$OPENAI_API_KEY"):
-            create(config(folder, url))
-        monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-        rollout = Rollout(config(folder, url))
-        plain = Sampling(max_tokens=24)
-        for sampling in (plain, GREEDY):
-            conform.check(rollout, model, rollout.generate(requests(sampling, n=4)), sampling)
-        with pytest.raises(UserError, match=r"before temperature.*0\.6.*--logprobs-mode processed_logprobs"):
-            rollout.generate(requests(Sampling(max_tokens=24, temperature=0.6)))
-        (sample,) = rollout.generate(requests(GREEDY, prompts=[[7] * 127]))
-        assert len(sample.response) == 1
-        with pytest.raises(UserError, match="has 128 tokens; the model's context is 128"):
-            rollout.generate(requests(GREEDY, prompts=[[7] * 128]))
-        threading.Timer(0.5, server.kill).start()
-        with pytest.raises(RunError, match=f"{url}/completions does not answer: "):
-            for _ in range(1000):
-                rollout.generate(requests(plain, n=8))
+    url = servers["usual"].url
+    with pytest.raises(UserError, match=r"/v1/models answered 401 Unauthorized.*\$OPENAI_API_KEY"):
+        create(config(folder, url))
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    rollout = Rollout(config(folder, url))
+    plain = Sampling(max_tokens=24)
+    for sampling in (plain, GREEDY):
+        conform.check(rollout, model, rollout.generate(requests(sampling, n=4)), sampling)
+    with pytest.raises(UserError, match=r"before temperature.*0\.6.*--logprobs-mode processed_logprobs"):
+        rollout.generate(requests(Sampling(max_tokens=24, temperature=0.6)))
+    (sample,) = rollout.generate(requests(GREEDY, prompts=[[7] * 127]))
+    assert len(sample.response) == 1
+    with pytest.raises(UserError, match="has 128 tokens; the model's context is 128"):
+        rollout.generate(requests(GREEDY, prompts=[[7] * 128]))
+    threading.Timer(0.5, servers["usual"].process.kill).start()
+    with pytest.raises(RunError, match=f"{url}/completions does not answer: "):
+        for _ in range(1000):
+            rollout.generate(requests(plain, n=8))
 
 
 # Servers that will not do, and none.

@@ -19,8 +19,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.cluster import Roles, spawn, worker
-from rolecall.cluster.replicas import RESTARTS, spread
+from rolecall.cluster import Roles, replicas, spawn, worker
+from rolecall.cluster.replicas import spread
 from rolecall.cluster.spawn import _bundles
 from rolecall.config import Config
 from rolecall.errors import RunError, UserError
@@ -154,23 +154,16 @@ def wanted(alone) -> list[Sample]:
 
 
 @pytest.fixture(scope="module")
-def two(tiny_path, local_ray) -> Iterator[Roles]:
-    """Two replicas. Tests leave them as able as they were."""
-    with running(config(tiny_path, 2)) as roles:
-        yield roles
-
-
-@pytest.fixture(scope="module")
 def three(tiny_path, local_ray) -> Iterator[Roles]:
+    """Three replicas. Tests leave them as able as they were."""
     with running(config(tiny_path, 3)) as roles:
         yield roles
 
 
-@pytest.mark.parametrize("number", ["two", "three"])
-def test_the_number_of_replicas_changes_no_sample(request, wanted, number):
-    roles = request.getfixturevalue(number)
+def test_the_number_of_replicas_changes_no_sample(three, wanted):
+    roles = three
     processes = [handle.start(pid).result() for handle in roles.rollout.handles]
-    assert len({*processes, roles.actor.start(pid).result()}) == len(processes) + 1
+    assert len({*processes, roles.actor.start(pid).result()}) == 3 + 1
     assert roles.rollout.version == 3
     assert same(roles.rollout.generate(requests()), wanted)
     assert roles.rollout.generate([]) == []
@@ -181,12 +174,12 @@ def pid(role: Any) -> int:
     return os.getpid()
 
 
-def test_a_sync_that_reached_only_some_replicas_is_noticed(two, wanted):
-    WeightSync(two.actor, two.rollout.handles[:1])(4)
-    with pytest.raises(RunError, match=r"only some replicas \(versions roll-0: 4, roll-1: 3\). Sync again"):
-        two.rollout.generate(requests())
-    resync(two)
-    assert same(two.rollout.generate(requests()), wanted)
+def test_a_sync_that_reached_only_some_replicas_is_noticed(three, wanted):
+    WeightSync(three.actor, three.rollout.handles[:1])(4)
+    with pytest.raises(RunError, match=r"only some replicas \(versions roll-0: 4, roll-1: 3, roll-2: 3\). Sync again"):
+        three.rollout.generate(requests())
+    resync(three)
+    assert same(three.rollout.generate(requests()), wanted)
 
 
 # Deaths
@@ -213,7 +206,7 @@ def doom_midway(rollout: Rollout) -> None:
 DIES = r"The process of pool 'roll(-\d)?' \(rollout; process \d+ on node .* died during {}\. It is started again\."
 
 
-@pytest.mark.parametrize("number", ["alone", "two"])
+@pytest.mark.parametrize("number", ["alone", "three"])
 def test_killed_while_generating_the_same_samples_come_and_none_is_lost_or_doubled(request, wanted, number):
     roles = request.getfixturevalue(number)
     handle = roles.rollout.handles[-1]
@@ -227,12 +220,12 @@ def test_killed_while_generating_the_same_samples_come_and_none_is_lost_or_doubl
     assert resync(roles)["rollout/restarts"] == 0
 
 
-def test_all_replicas_die_at_once(two, wanted):
-    for handle in two.rollout.handles:
+def test_all_replicas_die_at_once(three, wanted):
+    for handle in three.rollout.handles:
         handle.start(doom_midway).result()
     with pytest.warns(UserWarning, match=DIES.format(".*")):
-        assert same(two.rollout.generate(requests()), wanted)
-    assert resync(two)["rollout/restarts"] == 2
+        assert same(three.rollout.generate(requests()), wanted)
+    assert resync(three)["rollout/restarts"] == 3
 
 
 @pytest.mark.parametrize(
@@ -245,16 +238,16 @@ def test_all_replicas_die_at_once(two, wanted):
         ("finish_update", ("mapped", "cpu")),
     ],
 )
-def test_killed_during_a_sync(two, wanted, method, transport):
+def test_killed_during_a_sync(three, wanted, method, transport):
     """By a broadcast, it may be the other ends that notice first."""
-    move = WeightSync(two.actor, two.rollout.handles, transport=transport, limit=60_000)
+    move = WeightSync(three.actor, three.rollout.handles, transport=transport, limit=60_000)
     if method != "join":
         move(3)
-    two.rollout.handles[1].start(doom, method).result()
+    three.rollout.handles[1].start(doom, method).result()
     with pytest.warns(UserWarning, match=DIES.format(r"rollout\.\w+")):  # calls follow each other without waiting
-        moved = two.rollout.synchronise(partial(move, 3))
+        moved = three.rollout.synchronise(partial(move, 3))
     assert (moved["sync/version"], moved["rollout/restarts"]) == (3, 1)
-    assert same(two.rollout.generate(requests()), wanted)
+    assert same(three.rollout.generate(requests()), wanted)
 
 
 @pytest.mark.parametrize("when", ["before it sleeps", "asleep"])
@@ -290,12 +283,13 @@ class Doomed(Rollout):
 
 def test_an_engine_that_dies_again_and_again_ends_the_run(tiny_path, local_ray, monkeypatch):
     monkeypatch.setitem(worker.CLASSES, "rollout", f"{__name__}:Doomed")
+    monkeypatch.setattr(replicas, "RESTARTS", 2)
     with running(config(tiny_path)) as roles, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        again = rf"pool 'roll' .*It was started again {RESTARTS} times .*rollout\.max_sequences.*--resume"
+        again = r"pool 'roll' .*It was started again 2 times .*rollout\.max_sequences.*--resume"
         with pytest.raises(RunError, match=again):
             roles.rollout.generate(requests())
-        assert sum("It is started again" in str(warning.message) for warning in warned) == RESTARTS
+        assert sum("It is started again" in str(warning.message) for warning in warned) == 2
 
 
 @pytest.mark.parametrize(("role", "pool"), [("actor", "train"), ("critic", "roll")])

@@ -448,11 +448,6 @@ def test_sync_between_two_processes_changes_what_is_generated(in_two_processes, 
     assert len({tuple(response) for response in responses}) == 3
 
 
-def test_sync_in_one_process_moves_nothing(tiny_path, local_ray):
-    with spawn(config(tiny_path)) as roles:
-        assert [moved["sync/bytes"] for moved, _, _ in through_sync(roles)] == [0, 0]
-
-
 def test_a_failed_sync_names_itself(in_two_processes):
     roles = in_two_processes
     roles.actor.start(poison).result()

@@ -59,10 +59,12 @@ def plain_logprobs(model: nn.Module, sample: Sample, temperature: float = 1.0) -
     return logits.log_softmax(-1)[torch.arange(len(sample.response)), torch.tensor(sample.response)]
 
 
-def gradients(role: Trained, samples: list[Sample], **options: Any) -> dict[str, Tensor]:
-    """In float64, of one update that stops short of the step."""
+def gradients(
+    role: Trained, samples: list[Sample], dtype: torch.dtype = torch.float64, **options: Any
+) -> dict[str, Tensor]:
+    """In ``dtype``, of one update that stops short of the step."""
     module, optimizer = role.module, role.optimizer
-    module.double()
+    module.to(dtype)
     found: dict[str, Tensor] = {}
 
     def step() -> dict[str, float]:

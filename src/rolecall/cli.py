@@ -76,16 +76,21 @@ def report(run: Annotated[Path, typer.Argument(help="Folder of a run, such as ru
     print(write(run))
 
 
-@app.command(context_settings=OVERRIDES)
+@app.command(context_settings=OVERRIDES, add_help_option=False)
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="demo, learning, objectives, ppo, rollout, step, ...")],
+    name: Annotated[str, typer.Argument(help="demo, learning, objectives, ppo, rollout, step, ...")] = "",
     out: Annotated[Path, typer.Option(help="Folder for NAME.md and results/NAME.json")] = Path("benchmarks"),
+    asked: Annotated[bool, typer.Option("--help", help="Show this, and what is NAME's own, and exit")] = False,
 ) -> None:
     """Run one benchmark side by side with what it is compared to, and write its table. (In a clone of the project.)
 
     Some take lists of what to measure, such as [bold]--size 0.5B,7B --n 64[/bold], and add to the table that is there.
     """
+    if asked or not name:
+        print(context.get_help())
+    if not name:
+        return
     from rolecall.data.functions import load_function
 
     known = [file.stem.replace("_", "-") for file in Path("benchmarks").glob("[!_]*.py")]
@@ -93,6 +98,10 @@ def bench(
         raise UserError("Benchmarks run in a clone of the project: there is no benchmarks/ with any in this folder.")
     check_known("benchmark", name, known)
     run = load_function(f"benchmarks.{name.replace('-', '_')}:run", "NAME")
+    if asked:
+        defaults = "".join(f" --{option.replace('_', '-')} {_written(own)}" for option, own in _own(run).items())
+        print(f"{name}{defaults}\n\n{inspect.getdoc(run)}")
+        return
     run(out, **_lists(context.args, run))
     Console().print(f"Written: the table in {out}, its figures in {out / 'results'}.", highlight=False, soft_wrap=True)
 
@@ -118,19 +127,29 @@ def main() -> None:
         raise
 
 
+def _own(run: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
+    """A benchmark's own options, which take lists, and their defaults."""
+    parameters = inspect.signature(run).parameters
+    return {name: parameter.default for name, parameter in parameters.items() if isinstance(parameter.default, tuple)}
+
+
 def _lists(arguments: list[str], run: Callable[..., Any]) -> dict[str, list[Any]]:
-    """``["--n", "64,512"]`` -> ``{"n": [64, 512]}``, of the type of ``run``'s default for it."""
-    defaults = {name: parameter.default for name, parameter in inspect.signature(run).parameters.items()}
-    given: dict[str, list[Any]] = {}
-    for option, text in zip_longest(arguments[::2], arguments[1::2]):
+    """``["--n", "64,512"]`` or ``["--n=64,512"]`` -> ``{"n": [64, 512]}``, of the type of ``run``'s default for it."""
+    defaults, given = _own(run), {}
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    for option, text in zip_longest(words[::2], words[1::2]):
         name = option.removeprefix("--").replace("-", "_")
-        check_known("option", name, [name for name, default in defaults.items() if isinstance(default, tuple)])
+        check_known("option", name, defaults)
         kind = type(next(iter(defaults[name]), ""))
         try:
             given[name] = [kind(item) for item in (text or "").split(",")]
         except ValueError:
-            raise UserError(f"{option} {text}: write it as {','.join(map(str, defaults[name]))}.") from None
+            raise UserError(f"{option} {text}: write it as {_written(defaults[name])}.") from None
     return given
+
+
+def _written(values: tuple[Any, ...]) -> str:
+    return ",".join(map(str, values)) or "..."
 
 
 def _complain(message: str) -> None:

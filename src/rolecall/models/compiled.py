@@ -1,11 +1,23 @@
 """Compiled decoder layers: the code of one serves all, in training and in the decode step of the native engine."""
 
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def compiled_later(function: Any, **options: Any) -> Any:
+    """``torch.compile``, at the first call: to import the compiler would cost every process a second of its start."""
+    compiled = cache(lambda: torch.compile(function, **options))
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # What is compiled itself takes the function in as it is.
+        return (function if torch.compiler.is_compiling() else compiled())(*args, **kwargs)
+
+    return call
 
 
 def compile_layers(model: nn.Module) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from rolecall.models.compiled import compiled_later
+
 BLOCK = 128
 
 
@@ -47,7 +49,7 @@ class BlockSparse:
 
 # Lengths differ from one micro-batch to the next. As a full graph: what cannot be compiled is an error, since without
 # its kernel FlexAttention would make the scores of all tokens x tokens.
-@partial(torch.compile, dynamic=True, fullgraph=True)
+@partial(compiled_later, dynamic=True, fullgraph=True)
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
     for tensor in (query, key):
         torch._check(tensor.shape[2] % BLOCK == 0)  # knowing that, the kernel checks no bounds

@@ -37,17 +37,12 @@ def make_invariant(model: nn.Module) -> None:
 
 
 def _linear(module: Any, hidden: Tensor) -> Tensor:
-    return linear(hidden, module.weight, module.bias)
+    return _Linear.apply(hidden, module.weight, module.bias)
 
 
 def _row_by_row(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with _RowMeans():
         return type(module).forward(module, *args, **kwargs)
-
-
-def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``torch.nn.functional.linear``."""
-    return _Linear.apply(hidden, weight, bias)
 
 
 class _Linear(torch.autograd.Function):

@@ -12,8 +12,8 @@ from torch import Tensor
 from rolecall.models.invariant import ALIGNED
 
 # Rows, columns and inner elements of a product's tile, warps, stages. Tiles of 16-bit products may differ by the number
-# of rows: all make Hopper's 64-row products of 16 inner elements, in order. FP32 has no such products: one tile.
-FEW, MANY, FLOAT = (64, 64, 64, 4, 4), (128, 256, 64, 8, 3), (64, 64, 16, 4, 3)
+# of rows: each adds up the tensor cores' products of 16 inner elements, in order. FP32 is summed one by one.
+FEW, MANY, FLOAT = (64, 64, 128, 4, 3), (128, 128, 64, 8, 3), (64, 64, 16, 4, 3)
 MANY_ROWS = 1024  # from where on
 BAND = 8  # tiles of rows that are computed with one tile of the weights, which is then in the cache
 BLOCK, WARPS, STAGES = 64, 2, 2  # of attention: positions that a program reads at once

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rolecall.models import Loaded
 from rolecall.models.attention import hidden_states
+from rolecall.models.compiled import compiled_later
 from rolecall.models.head import product
 from rolecall.models.invariant import token_logprobs as invariant_logprobs
 from rolecall.samples import Sample
@@ -132,7 +133,7 @@ def _scores(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, invarian
 
 def _fused_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
     """One kernel for all of a function's element-wise steps, where its first argument is on a GPU."""
-    compiled = torch.compile(function)
+    compiled = compiled_later(function)
 
     @wraps(function)
     def call(scores: Tensor, *args: Any, **options: Any) -> Any:

@@ -10,6 +10,7 @@ from rolecall.engines.local import LocalEngine
 from rolecall.engines.native.decode import BUCKETS, Decoder
 from rolecall.engines.native.invariant import TokenPrefill
 from rolecall.engines.native.pages import PAGE, PagedPrefill, Pages, pages_for
+from rolecall.engines.native.rows import Status, Taken
 from rolecall.engines.sequence import Sequence, in_parts
 from rolecall.errors import UserError
 from rolecall.models import Loaded
@@ -18,7 +19,7 @@ from rolecall.models.head import logits
 from rolecall.models.load import free_memory
 from rolecall.samples import Request, Sample
 
-STEPS = 8  # tokens between two looks at what has ended
+STEPS = 4  # tokens between two looks at what has ended
 PREFILL_TOKENS = 16384  # prompt tokens in one forward pass, with their padding (a longer prompt goes alone)
 SHARE = 0.8  # of the free memory for the cache; the rest is for prompts' activations
 
@@ -27,13 +28,14 @@ SHARE = 0.8  # of the free memory for the cache; the rest is for prompts' activa
 class Running:
     """A sequence that has a row.
 
-    ``pages``: its own and shared ones, in order. ``count``: tokens of its response, of which ``sequence`` may still
-    lack some that are on the device.
+    ``pages``: its own and shared ones, in order. ``count``: tokens of its response, if it has not ended before; they
+    are on the device, and the sequence gets them once it has. ``done``: it is known to have ended.
     """
 
     sequence: Sequence
     pages: list[int]
     count: int
+    done: bool = False
 
 
 class PagedEngine(LocalEngine):
@@ -54,6 +56,7 @@ class PagedEngine(LocalEngine):
         self.invariant = loaded.invariant
         self.decoder = Decoder(self.model, self.pages, self.endings.tokens, self.invariant)
         self.running: list[Running] = []  # in the order of the rows
+        self.ended: list[tuple[list[Sequence], Taken]] = []  # what these have still to be given
 
     # Not inference_mode: a module may keep a tensor it makes here (rotary caches), and the Actor trains on this model.
     @torch.no_grad()
@@ -91,19 +94,31 @@ class PagedEngine(LocalEngine):
                 count = max(least, count // 2)
 
     def _run(self, sequences: list[Sequence]) -> None:
-        """Generate all of these."""
-        self.running = []
+        """Generate all of these.
+
+        The device is always one round of steps ahead of what is known here, so that it never waits: a row that has
+        ended is found out while it goes on for nothing in the next round.
+        """
+        self.running, self.ended = [], []
         self.decoder.rows.keep([])
         # The longest prompts first, so that those of one prefill are padded little.
         parts = in_parts(sequences, self.max_sequences)
         waiting = deque(sorted(parts, key=lambda part: -len(part[0].request.prompt)))
+        last: tuple[list[Running], Status] = [], self.decoder.rows.status(0)
         try:
             while waiting or self.running:
                 while entering := self._enter(waiting):
                     self._prefill(entering)
                 steps = self._grow(waiting)
-                self.decoder.run(len(self.running), steps)
-                self._collect()
+                if steps:
+                    self.decoder.run(len(self.running), steps)
+                    for running in self.running:
+                        running.count = min(running.count + steps, running.sequence.limit)
+                status = self._status()
+                self._collect(*(last if steps else status))
+                last = status
+            for ended, taken in self.ended:
+                self._give(ended, taken)
         finally:
             self.pages.release()
 
@@ -162,13 +177,14 @@ class PagedEngine(LocalEngine):
         """Pages for the next steps of all rows; how many steps. Rows that find none wait again."""
         while True:
             each = [(len(r.sequence.request.prompt), r.sequence.limit, r.count, len(r.pages)) for r in self.running]
-            prompts, limits, counts, have = np.array(each).T
-            steps = int((limits - counts).clip(1, STEPS).max())
+            prompts, limits, counts, have = np.array(each).reshape(-1, 4).T
+            steps = int((limits - counts).clip(0, STEPS).max(initial=0))
             last = prompts + np.minimum(counts + steps, limits) - 2  # position that the last step writes
             missing = (last // PAGE + 1 - have).clip(0)
             if missing.sum() <= len(self.pages.free):
                 break
-            self._leave(waiting)
+            if not self._collect(*self._status()):
+                self._leave(waiting)
         added = []
         for row in missing.nonzero()[0].tolist():
             pages = self.pages.take(int(missing[row]))
@@ -181,30 +197,39 @@ class PagedEngine(LocalEngine):
         """The youngest row gives up its pages and waits, with what it has generated behind its prompt."""
         last = len(self.running) - 1
         sequence = self.running[last].sequence
-        self._read([last])
+        self._give([sequence], self.decoder.rows.take([last]))
         if not sequence.finish:
             waiting.appendleft([sequence])
         self._keep(list(range(last)))
 
-    def _collect(self) -> None:
-        """See which rows have ended, and let the others move up."""
-        counts, done = self.decoder.rows.status(len(self.running))
-        for running, count in zip(self.running, counts, strict=True):
-            running.count = count
-        sequences = [running.sequence for running in self.running]
-        self._read([row for row, sequence in enumerate(sequences) if done[row] or sequence.request.sampling.stop])
-        if any(sequence.finish for sequence in sequences):
-            self._keep([row for row, sequence in enumerate(sequences) if not sequence.finish])
+    def _status(self) -> tuple[list[Running], Status]:
+        return list(self.running), self.decoder.rows.status(len(self.running))
 
-    def _read(self, rows: list[int]) -> None:
-        """Give the sequences of these rows the tokens that they have not got yet."""
-        if not rows:
-            return
-        start = min(len(self.running[row].sequence.tokens) for row in rows)
-        read = self.decoder.rows.read(rows, start, max(self.running[row].count for row in rows))
-        for row, (tokens, logprobs) in zip(rows, read, strict=True):
-            sequence = self.running[row].sequence
-            new = slice(len(sequence.tokens) - start, self.running[row].count - start)
+    def _collect(self, rows: list[Running], status: Status) -> bool:
+        """Take out the rows that have ended, and let the others move up; whether there was one.
+
+        Args:
+            rows: those whose ``status`` it is.
+        """
+        for running, done in zip(rows, status.done(), strict=True):
+            running.done = done
+        stops = [row for row, running in enumerate(self.running) if running.sequence.request.sampling.stop]
+        if stops:  # only their text tells
+            self._give([self.running[row].sequence for row in stops], self.decoder.rows.take(stops))
+            for row in stops:
+                self.running[row].done = bool(self.running[row].sequence.finish)
+        ended = [row for row, running in enumerate(self.running) if running.done]
+        later = [row for row in ended if row not in set(stops)]
+        if later:
+            self.ended.append(([self.running[row].sequence for row in later], self.decoder.rows.take(later)))
+        if ended:
+            self._keep([row for row, running in enumerate(self.running) if not running.done])
+        return bool(ended)
+
+    def _give(self, sequences: list[Sequence], taken: Taken) -> None:
+        """The sequences' tokens to them, those that they have not got yet; waits for the device."""
+        for sequence, count, tokens, logprobs in zip(sequences, *(part.tolist() for part in taken), strict=True):
+            new = slice(len(sequence.tokens), count)
             sequence.extend(tokens[new], logprobs[new], self.endings, self.version)
 
     def _keep(self, rows: list[int]) -> None:

@@ -2,13 +2,16 @@
 
 import copy
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rolecall.engines.native.pages import TRASH
 from rolecall.engines.native.sampling import Batch
 from rolecall.engines.sequence import Sequence
+from rolecall.models.flex import put
 
+Taken = tuple[Tensor, Tensor, Tensor]  # of some rows: counts (k,), tokens and log-probabilities (k, longest + 1)
 PARAMETERS = ("tokens", "prompts", "counts", "seeds", "min_tokens", "top_k", "greedy", "temperature", "top_p")
 # What an empty row computes with: the model runs it beside the others, so its token is one that exists.
 EMPTY = {"tokens": 0, "prompts": 1, "counts": 0, "min_tokens": 0, "temperature": 1.0, "done": True, "table": TRASH}
@@ -69,7 +72,7 @@ class Rows(Batch):
     def add_pages(self, added: list[tuple[int, int, int]]) -> None:
         """Some rows have more pages: each time a row, how many it had, and the page."""
         if added:
-            row, place, page = torch.tensor(added, device=self.table.device).T
+            row, place, page = put(np.array(added), self.table.device).T
             self.table[row, place] = page.int()
 
     def record(self, tokens: Tensor, logprobs: Tensor, ends: Tensor) -> None:
@@ -86,20 +89,35 @@ class Rows(Batch):
 
     def keep(self, rows: list[int]) -> None:
         """These become the first ones, in this order; all others are empty."""
-        index = torch.tensor(rows, dtype=torch.long, device=self.tokens.device)
+        index = put(np.array(rows, dtype=np.int64), self.tokens.device)
         left = len(rows)
         for tensor in self.fields.values():
             tensor[:left] = tensor[index]
         for name, empty in EMPTY.items():
             self.fields[name][left:] = empty
 
-    def status(self, n: int) -> tuple[list[int], list[bool]]:
-        """Of the first ``n``: tokens generated, and whether they are done."""
-        counts, done = torch.stack([self.counts[:n], self.done[:n].long()]).tolist()
-        return counts, [bool(flag) for flag in done]
+    def status(self, n: int) -> "Status":
+        """Which of the first ``n`` are done, as of now."""
+        return Status(self.done[:n])
 
-    def read(self, rows: list[int], start: int, stop: int) -> list[tuple[list[int], list[float]]]:
-        """Tokens and log-probabilities of some rows, from one place in the response to another."""
-        index = torch.tensor(rows, dtype=torch.long, device=self.tokens.device)
-        tokens, logprobs = self.responses[index, start:stop], self.logprobs[index, start:stop]
-        return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+    def take(self, rows: list[int]) -> Taken:
+        """A copy of some rows' counts, tokens and log-probabilities, made in turn on the device."""
+        index = put(np.array(rows), self.tokens.device)
+        return self.counts[index], self.responses[index], self.logprobs[index]
+
+
+class Status:
+    """Booleans on their way from the device, which goes on meanwhile."""
+
+    def __init__(self, done: Tensor):
+        self._event = torch.cuda.Event() if done.is_cuda else None
+        self._host = torch.empty(done.shape, dtype=torch.bool, pin_memory=done.is_cuda)
+        self._host.copy_(done, non_blocking=True)
+        if self._event:
+            self._event.record()
+
+    def done(self) -> list[bool]:
+        """Waits until they are there."""
+        if self._event:
+            self._event.synchronize()
+        return self._host.tolist()
