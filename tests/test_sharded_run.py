@@ -1,6 +1,7 @@
 """Roles sharded over the processes of a pool, through Ray: one to the loop, in step with their engines, watched."""
 
 import os
+import shutil
 import signal
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from rolecall.roles.rollout import Rollout
 from rolecall.samples import Request, Sampling
 from rolecall.sync import WeightSync
 from rolecall.training.sharding import whole
-from test_train import RECIPES, comparable, tiny_config
+from test_train import RECIPES, STEPS, comparable
 from training_samples import uneven
 
 BESIDE = {"train": {"roles": ["actor", "rollout"], "processes": 2, "threads": 1}, "score": {"roles": ["reward"]}}
@@ -166,27 +167,29 @@ def test_each_process_gets_a_gpu_or_none_does():
 
 # Whole runs. -------------------------------------------------------------------------------------------------------
 
-SHARDED = {"cluster__pools__train__processes": 2}
+SHARDED = {"cluster.pools.train.processes": 2}
 
 
-def test_a_sharded_run_is_that_of_one_process_and_resumes(tmp_path, local_ray):
-    """PPO: Actor, Critic and Reference are sharded."""
-    whole_run = rolecall.train(tiny_config(tmp_path / "whole", "ppo-tiny"))
-    run = rolecall.train(tiny_config(tmp_path / "sharded", "ppo-tiny", **SHARDED))
-    for found, wanted in zip(comparable(run.dir), comparable(whole_run.dir), strict=True):
-        moved = {"sync/bytes": found["sync/bytes"], "rollout/restarts": 0}  # in one process nothing moves
-        assert found == pytest.approx(wanted | moved, rel=1e-3, abs=1e-4)
-    halfway = tiny_config(tmp_path / "resumed", "ppo-tiny", run__steps=2, **SHARDED)
-    rolecall.train(halfway)
-    resumed = rolecall.train(tiny_config(tmp_path / "resumed", "ppo-tiny", **SHARDED), resume=True)
-    assert comparable(resumed.dir)[-1] == pytest.approx(comparable(run.dir)[-1], rel=1e-3, abs=1e-4)
+def recipe(name: str, folder: Path, **overrides: Any) -> Config:
+    return Config.load(RECIPES / f"{name}.toml", {"run.dir": str(folder), **overrides})
 
 
-@pytest.mark.slow
+def test_a_sharded_run_is_that_of_one_process_and_resumes_exactly(tmp_path, local_ray):
+    """PPO: Actor, Critic and Reference are sharded. The third step is taken again from the second's checkpoint."""
+    short = {"run.steps": 3, "run.save_every": 1, "run.keep": 3, "rollout.prompts": 4, "data.holdout": 4}
+    alone = rolecall.train(recipe("ppo-tiny", tmp_path / "alone", **short))
+    run = rolecall.train(recipe("ppo-tiny", tmp_path / "sharded", **short, **SHARDED))
+    lines = comparable(run.dir)
+    for found, wanted in zip(lines, comparable(alone.dir), strict=True):
+        assert found == pytest.approx(wanted | {"sync/bytes": found["sync/bytes"]}, rel=1e-3, abs=1e-4)
+    shutil.rmtree(run.dir / "checkpoints" / "step-000003")
+    rolecall.train(recipe("ppo-tiny", run.dir, **short, **SHARDED), resume=True)
+    assert comparable(run.dir) == lines
+
+
 def test_learns_the_first_digit_in_two_processes(tmp_path, local_ray):
-    options = {"run.dir": str(tmp_path / "run"), "cluster.pools.train.processes": 2}
-    run = rolecall.train(Config.load(RECIPES / "grpo-tiny.toml", options))
+    run = rolecall.train(recipe("grpo-tiny", tmp_path / "run", **{"run.steps": STEPS}, **SHARDED))
     rewards = [line["reward/mean"] for line in run.metrics]
     assert sum(rewards[:3]) / 3 < 0.3
     assert sum(rewards[-5:]) / 5 > 0.5
-    assert run.heldout[len(rewards)] > 0.5
+    assert run.heldout[STEPS] > 0.5
