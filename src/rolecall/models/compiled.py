@@ -33,18 +33,24 @@ def compile_layers(model: nn.Module) -> None:
             layer.forward = partial(_forward, layer, numbers[0])
 
 
+def is_compiled(layer: nn.Module) -> bool:
+    """Whether ``compile_layers`` has had it."""
+    return "forward" in vars(layer)
+
+
 def _forward(module: nn.Module, number: int, *args: Any, **kwargs: Any) -> Any:
     forward = type(module).forward
     layout = kwargs.get("layout")
     if layout is not None and layout.compiled:
         kwargs["layout"] = layout.layer(number)  # here, so that compiled code does not know the number
-        forward = _compiled(forward)
+        forward = compiled(forward)
     return forward(module, *args, **kwargs)
 
 
 @cache
-def _compiled(forward: Any) -> Any:
+def compiled(forward: Any) -> Any:
+    """The compiled form of a layer's forward function."""
     # Only lengths are dynamic: a layer's epsilon and the like are constants. A layer has several forms (two windows,
     # with and without gradients, in training and in the decode step): past the limit it would silently run as it is.
-    patch = torch._dynamo.config.patch(specialize_float=True, recompile_limit=16)
+    patch = torch._dynamo.config.patch(specialize_float=True, specialize_int=True, recompile_limit=16)
     return patch(torch.compile(forward, dynamic=True))

@@ -11,6 +11,7 @@ from rolecall.engines.native.invariant import PagedTokens
 from rolecall.engines.native.pages import PagedDecode, Pages
 from rolecall.engines.native.rows import Rows
 from rolecall.engines.native.sampling import draw
+from rolecall.engines.native.stack import find
 from rolecall.errors import UserError
 from rolecall.models.attention import Layout, hidden_states
 from rolecall.models.head import logits
@@ -18,7 +19,6 @@ from rolecall.models.invariant import token_logprobs
 
 # Rows of a captured step, powers of two and from 16 on what is half-way to the next: few graphs, few empty rows.
 BUCKETS = [4, 8, *(size for power in range(4, 13) for size in (2**power, 3 * 2 ** (power - 1)))]
-FEW = 64  # rows up to which a layer in five kernels is the faster one, where the model's layers can be computed so
 
 
 class Decoder:
@@ -39,13 +39,13 @@ class Decoder:
         self.is_end = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(0, self.ends, True)
         self.rows = Rows(BUCKETS[0], 1, 1, device)
         self.captures = device.type == "cuda"
-        self.fused: list[Replacement] = []
-        self.few: list[Replacement] = []
-        if self.captures and not invariant:  # (there layers are computed by the very code of training)
+        if self.captures:
+            importlib.import_module("rolecall.engines.native.kernels")  # needs Triton; registers what layouts call
+        self.faster: list[Replacement] = []
+        if not invariant:  # (there layers are computed by the very code of training)
             groups = fuse(model)
-            self.fused = [replacement for group in groups for replacement in group.replacements]
-            few = importlib.import_module("rolecall.engines.native.few")  # needs Triton, as all kernels
-            self.few = few.find(model, groups)
+            together = [replacement for group in groups for replacement in group.replacements]
+            self.faster = find(model, groups) or together
         self.addresses = _addresses(model)
         self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         self.memory: Any = None  # that the graphs share
@@ -98,7 +98,7 @@ class Decoder:
         layout: Layout = PagedDecode(self.pages, rows.table, positions)
         if self.invariant:
             layout = PagedTokens(self.pages, rows.table, torch.arange(n, device=positions.device), positions[:, None])
-        with in_use(self.few if self.few and n <= FEW else self.fused):
+        with in_use(self.faster):
             hidden = hidden_states(self.model, rows.tokens[:, None], positions[:, None], layout)
         self.sample(rows, logits(self.model, hidden[:, 0], invariant=self.invariant))
 

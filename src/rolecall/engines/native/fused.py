@@ -31,10 +31,14 @@ class Fused:
         self.outputs: tuple[Tensor, ...] = ()
         self.replacements: list[Replacement] = [(owner, name, _Part(self, i)) for i, name in enumerate(names)]
 
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """What each linear layer gives."""
+        return F.linear(hidden, self.weight, self.bias).split(self.sizes, -1)
+
     def output(self, number: int, hidden: Tensor) -> Tensor:
         """What the linear layer of that number gives; the first one that is asked computes for all."""
         if self.input is not hidden:
-            self.input, self.outputs = hidden, F.linear(hidden, self.weight, self.bias).split(self.sizes, -1)
+            self.input, self.outputs = hidden, self(hidden)
         output = self.outputs[number]
         if number == len(self.sizes) - 1:
             self.input, self.outputs = None, ()

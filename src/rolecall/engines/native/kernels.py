@@ -3,13 +3,10 @@
 Imported on a GPU only. What they compute is written plainly in ``pages.attend_plainly`` and ``sampling.draw``.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rolecall.engines.native.pages import ALIGNED, PAGE
 from rolecall.engines.native.sampling import Batch
@@ -17,35 +14,6 @@ from rolecall.engines.native.sampling import Batch
 BLOCK, WARPS, STAGES = 64, 2, 2  # of attention: positions of the cache that a program reads at once
 PROGRAMS = 512  # that fill the GPU: fewer (row, head) pairs are split along the sequence
 CHUNK = 4096  # logits that a program sums
-
-
-def overlap(x: Tensor) -> dict[str, bool]:
-    """How to launch a kernel that begins before the one in front of it has ended, where the GPU can do that.
-
-    It may read what does not come from that one, and then calls ``take_over``.
-    """
-    able = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
-    return {"OVERLAPS": True, "launch_pdl": True} if able else {"OVERLAPS": False}
-
-
-@triton.jit
-def take_over():
-    """Wait until all earlier kernels have ended, and let the next one begin."""
-    gdc_wait()
-    gdc_launch_dependents()
-
-
-@triton.jit
-def fetch(pointers, mask):
-    """Bring what these point to into the L2 cache, and do not wait for it."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [pointers.to(tl.int64), mask.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @torch.library.custom_op("rolecall::paged_attention", mutates_args=())
@@ -60,52 +28,33 @@ def paged_attention(
     positions: Tensor,
     scale: float,
     window: int,
-) -> Tensor:
-    """``attend``, for layers that have turned queries and keys to their positions; compiled code may call it."""
-    return attend(query, key, value, (anchor, offsets, arrivals, table, positions), scale, window)
-
-
-@paged_attention.register_fake
-def _(query, key, value, anchor, offsets, arrivals, table, positions, scale, window):
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    where: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    scale: float,
-    window: int,
-    rotary: Sequence[Tensor] | None = None,
-    norms: Sequence[Tensor] | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
     epsilon: float = 0.0,
 ) -> Tensor:
     """Write one new token a row into the cache, and attend to all up to it (FlashDecoding: Dao et al. 2023).
 
     Args:
         query: (n, Hq, D). key, value: (n, Hkv, D) of the new tokens.
-        where: the layer's pages and the counters, as ``anchor``, ``offsets``, ``arrivals`` (see ``Pages``); ``table``:
-            (n or more, most pages a row) int32 page numbers; ``positions``: (n,) where the new tokens stand.
+        anchor, offsets, arrivals: where the layer's pages are, and the counters, see ``Pages``.
+        table: (n or more, most pages a row) int32 page numbers.
+        positions: (n,) where the new tokens stand.
         window: positions that a token sees, its own one included; 0: all.
-        rotary: cosines and sines (n, D) by which queries and keys are still to be turned.
-        norms: the weights (D,) of the RMS norms of queries and keys, before that; ``epsilon``: of these.
+        cos, sin: (n, D) by which queries and keys are still to be turned to their positions.
+        query_norm, key_norm: (D,) weights of their RMS norms before that, and ``epsilon`` of these.
 
     Returns:
         (n, Hq, D).
     """
-    anchor, offsets, arrivals, table, positions = where
     n, heads, width = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
-    # Layers that leave the turning to this kernel leave it the start, too: see ``few``.
-    overlaps = overlap(query) if rotary else {"OVERLAPS": False}
     splits = min(16, triton.next_power_of_2(max(1, PROGRAMS // (n * kv_heads))))
     # Where q, k and v are parts of one product, each row of theirs is followed by the others'.
     query, key, value = (x if x.stride()[1:] == (width, 1) else x.contiguous() for x in (query, key, value))
     out = query.new_empty(query.shape)
-    cos, sin = rotary or (query, query)
-    query_norm, key_norm = norms or (query, query)
     # What each split gives to be merged: sums weighted by exp(score - largest), the largest, the weights' sum.
     sums = query.new_empty((n, heads, splits, width) if splits > 1 else (1,), dtype=torch.float32)
     stats = query.new_empty((n, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32)
@@ -136,33 +85,32 @@ def attend(
         GROUP=group,
         WIDTH=width,
         WINDOW=window,
-        ROTARY=rotary is not None,
-        NORMS=norms is not None,
         SPLITS=splits,
         PAGE_SIZE=PAGE,
         UNIT=ALIGNED,
         BLOCK_SIZE=BLOCK,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         **padded,
-        **overlaps,
         num_warps=WARPS,
         num_stages=STAGES,
     )
     return out
 
 
+@paged_attention.register_fake
+def _(query, *_):
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
 @triton.jit
 def _attend(
     query, key, value, anchor, offsets, arrivals, table, positions, cos, sin, query_norm, key_norm, out, sums, stats,
     scale, epsilon, query_stride, key_stride, value_stride, table_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-    ROTARY: tl.constexpr, NORMS: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP_PAD: tl.constexpr, WIDTH_PAD: tl.constexpr, OVERLAPS: tl.constexpr,
+    GROUP_PAD: tl.constexpr, WIDTH_PAD: tl.constexpr,
 ):  # fmt: skip
     """One program: the query heads of one row that share a key/value head, over one split of the row's positions."""
-    if OVERLAPS:
-        take_over()
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
     keys, values = anchor + tl.load(offsets) * UNIT, anchor + tl.load(offsets + 1) * UNIT
@@ -170,9 +118,7 @@ def _attend(
     real = (members < GROUP)[:, None] & (columns < WIDTH)[None, :]
     heads = row * HEADS * GROUP + head * GROUP + members
     mine = query + row * query_stride + (head * GROUP + members[:, None]) * WIDTH
-    cos += row * WIDTH
-    sin += row * WIDTH
-    queries = _turned(mine, query_norm, cos, sin, members[:, None] < GROUP, epsilon, WIDTH, WIDTH_PAD, ROTARY, NORMS)
+    queries = _turned(mine, query_norm, cos, sin, row, members[:, None] < GROUP, epsilon, WIDTH, WIDTH_PAD)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(0, position - WINDOW + 1)
@@ -201,7 +147,7 @@ def _attend(
         spot = columns[None, :]
         own = key + row * key_stride + head * WIDTH + tl.zeros([1, 1], tl.int32)
         inside = spot < WIDTH
-        new_key = _turned(own, key_norm, cos, sin, inside, epsilon, WIDTH, WIDTH_PAD, ROTARY, NORMS)
+        new_key = _turned(own, key_norm, cos, sin, row, inside, epsilon, WIDTH, WIDTH_PAD)
         new_value = tl.load(value + row * value_stride + head * WIDTH + spot, mask=inside, other=0.0)
         page = tl.load(table + row * table_stride + position // PAGE_SIZE).to(tl.int64)
         place = ((page * HEADS + head) * PAGE_SIZE + position % PAGE_SIZE) * WIDTH + spot
@@ -243,26 +189,23 @@ def _attend(
 
 
 @triton.jit
-def _turned(
-    rows, norm, cos, sin, mask, epsilon,
-    WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+def _turned(rows, norm, cos, sin, row, mask, epsilon, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
     """Queries or keys (pointers (k, 1) to them), normed and turned to their position."""
     columns = tl.arange(0, WIDTH_PAD)[None, :]
     inside = mask & (columns < WIDTH)
     x = tl.load(rows + columns, mask=inside, other=0.0)
-    if not ROTARY:
+    if cos is None:
         return x
     dtype = x.dtype
     half: tl.constexpr = WIDTH // 2
     partner = tl.where(columns < half, columns + half, columns - half)
     x, other = x.to(tl.float32), tl.load(rows + partner, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
+    if norm is not None:
         size = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + epsilon)[:, None]
         x *= size * tl.load(norm + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
         other *= size * tl.load(norm + partner, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    cosine = tl.load(cos + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    sine = tl.load(sin + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    cosine = tl.load(cos + row * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    sine = tl.load(sin + row * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     return (x * cosine + tl.where(columns < half, -other, other) * sine).to(dtype)
 
 

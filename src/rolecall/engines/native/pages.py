@@ -155,6 +155,40 @@ class PagedDecodeLayer:
             return attend_plainly(*new, self.pool, self.table, self.positions, scale, window).unsqueeze(2)
         return torch.ops.rolecall.paged_attention(*new, *self.where, scale, window or 0).unsqueeze(2)
 
+    def turn_and_attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        cos: Tensor,
+        sin: Tensor,
+        query_norm: Any = None,
+        key_norm: Any = None,
+    ) -> Tensor:
+        """query (n, Hq, D), key and value (n, Hkv, D) of new tokens, not yet turned to their positions -> (n, Hq, D).
+
+        Args:
+            cos, sin: (n, D), which turn them.
+            query_norm, key_norm: RMS norms before that, if the model has some.
+        """
+        if self.pool is not None:
+            query, key = (
+                turned(x if norm is None else norm(x), cos, sin) for x, norm in ((query, query_norm), (key, key_norm))
+            )
+            return attend_plainly(query, key, value, self.pool, self.table, self.positions, scale, window)
+        how: tuple[Any, ...] = cos, sin
+        if query_norm is not None:
+            how += query_norm.weight, key_norm.weight, query_norm.variance_epsilon
+        return torch.ops.rolecall.paged_attention(query, key, value, *self.where, scale, window or 0, *how)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding (RoFormer, arXiv:2104.09864, in halves): x (n, heads, D), cos and sin (n, D)."""
+    first, second = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
 
 def attend_plainly(
     query: Tensor,
