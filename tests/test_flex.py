@@ -45,7 +45,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     attention = flex._attention.__wrapped__
     monkeypatch.setattr(flex, "_attention", torch.compile(attention, dynamic=True, fullgraph=True))
     torch._dynamo.reset()
-    compiled._compiled.cache_clear()
+    compiled.compiled.cache_clear()
     return counter
 
 

@@ -21,12 +21,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rolecall.config import Config
 from rolecall.errors import UserError
 from rolecall.models import lora
+from rolecall.models.compiled import compile_layers
 from rolecall.roles import rollout as rollout_module
 from rolecall.roles.actor import Actor
 from rolecall.roles.critic import Critic
@@ -34,7 +36,7 @@ from rolecall.roles.reference import Reference
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Sample
 from rolecall.sync import buckets, ends
-from rolecall.training import sharding
+from rolecall.training import packing, sharding
 from rolecall.training.packing import micro_batches
 from rolecall.training.sharding import share, whole
 from rolecall.training.trained import Trained
@@ -64,6 +66,36 @@ def _rank(rank: int, port: int, ranks: int, function: Callable[..., Any], args: 
     sharding.meet(rank, "127.0.0.1", port, ranks, seconds=60)
     function(*args)
     dist.destroy_process_group()
+
+
+# Compiled layers. --------------------------------------------------------------------------------------------------
+
+
+def compiled_heads(model: Path) -> None:
+    """Asserts what one rank's compiler sees of the heads."""
+    actor = Actor(config(model))
+    compile_layers(actor.loaded.model)
+    seen: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        called = [node for node in graph.graph.nodes if "flex_attention" in str(node.target)]
+        seen.extend(node.args[0].meta["example_value"].shape for node in called)
+        return graph.forward
+
+    compile = torch.compile
+    torch.compile = lambda function, **options: compile(function, backend=backend, **options)  # type: ignore[assignment]
+    packing._skips_blocks = lambda device: True
+    flex_attention._validate_device = lambda *tensors: None
+    for size in (20, 60, 90):
+        actor.logprobs(uneven(groups=8, size=size))
+    heads = actor.loaded.model.config.num_attention_heads, actor.loaded.model.config.head_dim
+    assert seen and all(isinstance(shape[2], torch.SymInt) for shape in seen[1:])  # lengths vary
+    assert all((shape[1], shape[3]) == heads and type(shape[3]) is int for shape in seen)
+    assert len(seen) <= 2  # whatever the lengths; a single block is a case of its own
+
+
+def test_compiled_code_of_a_sharded_layer_knows_its_heads_and_no_lengths(tiny_path):
+    run_ranks(2, compiled_heads, tiny_path)
 
 
 # The same numbers as in one process. -------------------------------------------------------------------------------

@@ -52,5 +52,5 @@ def compiled(forward: Any) -> Any:
     """The compiled form of a layer's forward function."""
     # Only lengths are dynamic: a layer's epsilon and the like are constants. A layer has several forms (two windows,
     # with and without gradients, in training and in the decode step): past the limit it would silently run as it is.
-    patch = torch._dynamo.config.patch(specialize_float=True, specialize_int=True, recompile_limit=16)
+    patch = torch._dynamo.config.patch(specialize_float=True, recompile_limit=16)
     return patch(torch.compile(forward, dynamic=True))

@@ -174,6 +174,9 @@ def shard(module: nn.Module) -> Shards:
             for weight in weights:
                 weight.data = weight.data.float()
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    for part in root.modules():
+        # By this mark torch.compile would take a head's size for a length; FlexAttention's kernel needs a constant.
+        part._is_fsdp_managed_module = False  # type: ignore[assignment]
     return Shards(dist.get_rank(), dist.get_world_size(), dtype, root)
 
 

@@ -194,19 +194,18 @@ def _turned(rows, norm, cos, sin, row, mask, epsilon, WIDTH: tl.constexpr, WIDTH
     columns = tl.arange(0, WIDTH_PAD)[None, :]
     inside = mask & (columns < WIDTH)
     x = tl.load(rows + columns, mask=inside, other=0.0)
-    if cos is None:
-        return x
-    dtype = x.dtype
-    half: tl.constexpr = WIDTH // 2
-    partner = tl.where(columns < half, columns + half, columns - half)
-    x, other = x.to(tl.float32), tl.load(rows + partner, mask=inside, other=0.0).to(tl.float32)
-    if norm is not None:
-        size = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + epsilon)[:, None]
-        x *= size * tl.load(norm + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-        other *= size * tl.load(norm + partner, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    cosine = tl.load(cos + row * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    sine = tl.load(sin + row * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    return (x * cosine + tl.where(columns < half, -other, other) * sine).to(dtype)
+    if cos is not None:
+        half: tl.constexpr = WIDTH // 2
+        partner = tl.where(columns < half, columns + half, columns - half)
+        one, other = x.to(tl.float32), tl.load(rows + partner, mask=inside, other=0.0).to(tl.float32)
+        if norm is not None:
+            size = tl.rsqrt(tl.sum(one * one, 1) / WIDTH + epsilon)[:, None]
+            one *= size * tl.load(norm + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+            other *= size * tl.load(norm + partner, mask=columns < WIDTH, other=0.0).to(tl.float32)
+        cosine = tl.load(cos + row * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+        sine = tl.load(sin + row * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+        x = (one * cosine + tl.where(columns < half, -other, other) * sine).to(x.dtype)
+    return x
 
 
 def draw(logits: Tensor, batch: Batch, ends: Tensor) -> tuple[Tensor, Tensor]:
