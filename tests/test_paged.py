@@ -20,7 +20,7 @@ from transformers import (
 
 from rolecall import models
 from rolecall.config import Model
-from rolecall.engines.native import fused
+from rolecall.engines.native import fused, paged
 from rolecall.engines.native.decode import BUCKETS, Decoder
 from rolecall.engines.native.engine import NativeEngine
 from rolecall.engines.native.paged import PREFILL_TOKENS, PagedEngine
@@ -46,6 +46,19 @@ SAMPLINGS = [
     Sampling(60, min_tokens=60, temperature=1.3),
     Sampling(40, stop=("3 4", "7 7")),
 ]
+SHAPE = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "pad_token_id": 0,
+}
+WINDOWED = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
 # Prompts that end at, before and behind a page's last place.
 SIZES = [1, 5, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 90]
 
@@ -128,6 +141,32 @@ def test_many_long_prompts_enter_in_turns(tiny: Loaded):
     same(PagedEngine(tiny, 256).generate(asked), NativeEngine(tiny, 256).generate(asked))
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_long_prompt_enters_in_parts(tiny: Loaded, kind: str, monkeypatch: pytest.MonkeyPatch):
+    """Windowed layers see over the ends of parts; parts end within a page's tokens and at its last."""
+    torch.manual_seed(0)
+    loaded = tiny
+    if kind == "gemma3":
+        model: Any = Gemma3ForCausalLM(Gemma3TextConfig(num_hidden_layers=4, **WINDOWED, **SHAPE))
+        loaded = Loaded(model.eval(), tiny.tokenizer, why_unsupported(model))
+    asked = [
+        Request(i, str(i), [3 + (i + place) % 9 for place in range(size)], 2, 0, Sampling(40, min_tokens=40))
+        for i, size in enumerate([5, 2 * PAGE, 2 * PAGE + 1, 4 * PAGE, 150, 170])
+    ]
+    seen: list[tuple[int, ...]] = []
+    forward = paged.hidden_states
+
+    def watched(model: Any, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(tuple(tokens.shape))
+        return forward(model, tokens, *rest)
+
+    monkeypatch.setattr(paged, "PREFILL_TOKENS", 2 * PAGE)
+    monkeypatch.setattr(paged, "hidden_states", watched)
+    same(PagedEngine(loaded, 64).generate(asked), NativeEngine(loaded, 64).generate(asked))
+    assert max(rows * size for rows, size in seen) == 2 * PAGE
+    assert len(seen) == 3 + 3 + 2 + 2 + 1 + 1  # the longest first
+
+
 def test_new_weights_are_used_at_once(tiny_path: Any):
     loaded = models.load(Model(path=str(tiny_path), dtype="float32"), "cpu")
     engine, asked = PagedEngine(loaded, 8), [Request(0, "p", [5] * 40, 4, 0, Sampling(20))]
@@ -149,20 +188,6 @@ def test_new_weights_are_used_at_once(tiny_path: Any):
 def _at(engine: NativeEngine, version: int) -> NativeEngine:
     engine.version = version
     return engine
-
-
-SHAPE = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "pad_token_id": 0,
-}
-WINDOWED = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])

@@ -34,12 +34,13 @@ class PagedTokens:
 class TokenPrefill(PagedTokens):
     """``PagedPrefill`` token by token: ``tokens``, ``positions`` (N, 1), and ``ends``, where the last tokens are."""
 
-    def __init__(self, cache: Pages, prompts: list[list[int]], pages: list[list[int]]):
+    def __init__(self, cache: Pages, prompts: list[list[int]], pages: list[list[int]], begin: int, end: int):
         device = cache.anchor.device
         longest = pages_for(max(map(len, prompts)))
+        parts = [prompt[begin:end] for prompt in prompts]
         table = torch.tensor([row + [TRASH] * (longest - len(row)) for row in pages], dtype=torch.int32, device=device)
-        rows = torch.tensor([row for row, prompt in enumerate(prompts) for _ in prompt], device=device)
-        positions = torch.tensor([*chain(*(range(len(prompt)) for prompt in prompts))], device=device)
+        rows = torch.tensor([row for row, part in enumerate(parts) for _ in part], device=device)
+        positions = torch.tensor([*chain(*(range(begin, begin + len(part)) for part in parts))], device=device)
         super().__init__(cache, table, rows, positions[:, None])
-        self.tokens = torch.tensor([*chain(*prompts)], device=device)[:, None]
-        self.ends = torch.tensor([len(prompt) for prompt in prompts], device=device).cumsum(0) - 1, 0
+        self.tokens = torch.tensor([*chain(*parts)], device=device)[:, None]
+        self.ends = torch.tensor([len(part) for part in parts], device=device).cumsum(0) - 1, 0

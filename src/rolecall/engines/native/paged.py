@@ -20,7 +20,7 @@ from rolecall.models.load import free_memory
 from rolecall.samples import Request, Sample
 
 STEPS = 4  # tokens between two looks at what has ended
-PREFILL_TOKENS = 16384  # prompt tokens in one forward pass, with their padding (a longer prompt goes alone)
+PREFILL_TOKENS = 16384  # prompt tokens in one forward pass, with their padding; a longer prompt goes in parts
 SHARE = 0.8  # of the free memory for the cache; the rest is for prompts' activations
 
 
@@ -150,8 +150,10 @@ class PagedEngine(LocalEngine):
         """Compute the parts' prompts into new rows, and their first tokens."""
         prompts = [part[0].request.prompt + part[0].tokens for part in parts]
         pages = [self.pages.take(pages_for(len(prompt))) for prompt in prompts]
-        layout = (TokenPrefill if self.invariant else PagedPrefill)(self.pages, prompts, pages)
-        hidden = hidden_states(self.model, layout.tokens, layout.positions, layout)
+        for begin in range(0, max(map(len, prompts)), PREFILL_TOKENS):  # more than one part only of a prompt alone
+            end = begin + PREFILL_TOKENS
+            layout = (TokenPrefill if self.invariant else PagedPrefill)(self.pages, prompts, pages, begin, end)
+            hidden = hidden_states(self.model, layout.tokens, layout.positions, layout)
         scores = logits(self.model, hidden[layout.ends], invariant=self.invariant)
         entering: list[list[int]] = []
         sources: list[int] = []

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from rolecall.engines.cache import head_size, token_bytes
 from rolecall.models.attention import sdpa
@@ -87,36 +88,49 @@ class PagedPrefill:
     Args:
         prompts: the token ids of each.
         pages: of each, enough for it.
+        begin, end: of the tokens to be computed, where only a part is; those before are in the pages. (Multiples of
+            ``PAGE``.)
     """
 
     compiled = False
 
-    def __init__(self, cache: Pages, prompts: list[list[int]], pages: list[list[int]]):
+    def __init__(self, cache: Pages, prompts: list[list[int]], pages: list[list[int]], begin: int, end: int):
         device = cache.anchor.device
-        longest = PAGE * pages_for(max(len(prompt) for prompt in prompts))
-        self.cache = cache
-        self.tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
-        self.positions = torch.arange(longest, device=device).expand_as(self.tokens)
-        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
-        self.ends = torch.arange(len(prompts), device=device), last
-        self.pages = torch.tensor([row + [TRASH] * (longest // PAGE - len(row)) for row in pages], device=device)
+        self.cache, self.begin = cache, begin
+        parts = [prompt[begin:end] for prompt in prompts]
+        longest = PAGE * pages_for(max(map(len, parts)))
+        self.tokens = torch.tensor([part + [0] * (longest - len(part)) for part in parts], device=device)
+        self.positions = begin + torch.arange(longest, device=device).expand_as(self.tokens)
+        last = torch.tensor([len(part) - 1 for part in parts], device=device)
+        self.ends = torch.arange(len(parts), device=device), last
+        self.before = torch.tensor([row[: begin // PAGE] for row in pages], dtype=torch.long, device=device)
+        own = [row[begin // PAGE : end // PAGE] for row in pages]
+        self.pages = torch.tensor([row + [TRASH] * (longest // PAGE - len(row)) for row in own], device=device)
         self.masks: dict[int, Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        assert self.cache.pool is not None
-        for part, new in enumerate((key, value)):
-            rows, heads, length, width = new.shape
-            paged = new.view(rows, heads, length // PAGE, PAGE, width).transpose(1, 2)
-            self.cache.pool[layer, part, self.pages] = paged
-        if window is None or window >= query.shape[2]:
-            return sdpa(query, key, value, None, scale, causal=True)
-        return sdpa(query, key, value, self._band(window), scale)
+        keys, values = self._stored(layer, 0, key), self._stored(layer, 1, value)
+        size, all_keys = query.shape[2], keys.shape[2]
+        if window is None or window >= all_keys:
+            mask = causal_lower_right(size, all_keys) if self.begin else None
+            return sdpa(query, keys, values, mask, scale, causal=not self.begin)
+        first = max(0, self.begin - window + 1)  # key that the first query sees
+        return sdpa(query, keys[:, :, first:], values[:, :, first:], self._band(window, first), scale)
 
-    def _band(self, window: int) -> Tensor:
+    def _stored(self, layer: int, part: int, new: Tensor) -> Tensor:
+        """Write keys (0) or values (1) into their pages; with those before them: (B, Hkv, begin + L, D)."""
+        assert self.cache.pool is not None
+        pool = self.cache.pool[layer, part]
+        rows, heads, length, width = new.shape
+        pool[self.pages] = new.view(rows, heads, length // PAGE, PAGE, width).transpose(1, 2)
+        return torch.cat([pool[self.before].transpose(1, 2).flatten(2, 3), new], 2) if self.begin else new
+
+    def _band(self, window: int, first: int) -> Tensor:
         if window not in self.masks:
-            size = self.tokens.shape[1]
-            causal = torch.ones(size, size, dtype=torch.bool, device=self.tokens.device).tril()
-            self.masks[window] = causal.triu(1 - window)
+            query = self.positions[0]
+            key = torch.arange(first, self.begin + len(query), device=query.device)
+            distance = query[:, None] - key
+            self.masks[window] = (distance >= 0) & (distance < window)
         return self.masks[window]
 
 
