@@ -125,7 +125,7 @@ def _trl_steps(path: str, steps: int, settings: dict[str, Any]) -> list[dict[str
         )
         trainer.train()
     logged = [line for line in trainer.state.log_history if "completions/mean_length" in line]
-    sync = statistics.median(clock.sync_seconds or [0.0])  # transformers' generate needs none
+    sync = statistics.median(clock.sync_seconds[WARMUP:] or [0.0])  # transformers' generate needs none
     return [
         {
             "time/step": seconds,

@@ -84,7 +84,7 @@ def test_an_engine_is_judged_with_the_packages_it_runs_on(monkeypatch, engine, t
 
 def test_every_extra_is_there_or_has_its_command():
     checks = by_name(doctor.doctor())
-    extras = {"gguf": "demo", "accelerate": "demo", "math-verify": "math", "peft": "lora"} | {
+    extras = {"gguf": "demo", "accelerate": "demo", "math-verify": "math", "peft": "lora", "torchao": "8bit"} | {
         name: name for name in ("datasets", "tensorboard", "wandb", "trackio", "mlflow")
     }
     assert {f"Extras/{package}" for package in extras} == {name for name in checks if "Extras/" in name}

@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    LlamaConfig,
     LlamaForCausalLM,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -31,6 +33,7 @@ from rolecall.engines.sequence import Sequence
 from rolecall.errors import RunError, UserError
 from rolecall.models import Loaded
 from rolecall.models.attention import hidden_states, why_unsupported
+from rolecall.models.compiled import compile_layers, compiled
 from rolecall.samples import Request, Sample, Sampling
 
 DEVICE = models.device()
@@ -353,6 +356,24 @@ def test_layers_with_fewer_kernels_compute_the_same(model: Any, width: int, wind
         hidden, pool = computed()
     assert (hidden - wanted).abs().max() < 1e-5 and (pool - wanted_pool).abs().max() < 1e-5
     assert not torch.equal(pool, before) and not cache.arrivals.any()
+    assert "forward" not in vars(made.base_model)
+
+
+def test_layers_with_fewer_kernels_compile_for_all_layers_and_rows(tiny: Loaded, monkeypatch: pytest.MonkeyPatch):
+    """As they do in models of more than 300M parameters."""
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, **SHAPE)).eval()
+    loaded = Loaded(model, tiny.tokenizer, why_unsupported(model))
+    asked = [Request(i, str(i), [5] * (10 + i), 1 + i, 0, Sampling(5 * i + 5)) for i in range(4)]
+    plain = PagedEngine(loaded, 64).generate(asked)
+    counter, compile = CompileCounterWithBackend("eager"), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **given: compile(function, backend=counter, **given))
+    torch._dynamo.reset()
+    compiled.cache_clear()
+    compile_layers(model)
+    same(PagedEngine(loaded, 64).generate(asked), plain)
+    assert counter.frame_count <= 2  # not one a layer, nor one for each of five numbers of rows
+    compiled.cache_clear()
 
 
 @ON_GPU

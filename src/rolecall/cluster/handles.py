@@ -75,6 +75,10 @@ class Future:
         except RayError as error:
             raise self._died(error) from None
 
+    def with_others(self, others: list["Future"]) -> "TeamFuture":
+        """The same call on the other ranks of a team is waited for, too."""
+        return TeamFuture(self, others)
+
     def over(self, *others: Process) -> ProcessDied:
         """Kill the process, and others that are waited for too: what to raise when the time is over."""
         late = [self.process, *others]
@@ -166,4 +170,4 @@ class TeamHandle(Handle):
         ranks = [Handle(self.role, process, self.timeout, self.advice) for process in (self.process, *self.others)]
         shared = [arg if isinstance(arg, Future) else ray.put(arg) for arg in args]  # samples are stored once for all
         first, *others = [rank.start(method, *shared, **kwargs) for rank in ranks]
-        return TeamFuture(first, others)
+        return first.with_others(others)

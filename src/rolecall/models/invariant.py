@@ -124,6 +124,7 @@ class PackedTokens:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         with torch.no_grad():
             both = torch.stack([part[0].transpose(0, 1) for part in (key, value)])  # (2, L, Hkv, D)
+            assert both[0].numel() % ALIGNED == 0  # heads are a multiple of it wide
             offsets = torch.arange(2, device=both.device) * (both[0].numel() // ALIGNED)
             where = both, offsets, self.table, self.starts, self.positions
             out = kernels().attention(query[0].transpose(0, 1), key.shape[1], where, 1, scale, window or 0)

@@ -117,7 +117,7 @@ class Actor(Trained):
         return self._merged()
 
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self.shards.computing(tensor)) for name, tensor in lora.merged(self.loaded.model))
+        return ((name, tensor.to(self.shards.dtype or tensor.dtype)) for name, tensor in lora.merged(self.loaded.model))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer as a Hugging Face folder, whole or not at all.

@@ -78,7 +78,7 @@ class WeightSync:
             try:
                 if self._transport[0] == "gathered":
                     gathering = [rollout.start("gather_weights", version) for rollout in self.rollouts]
-                    self._sizes = [max(call.result() for call in gathering)]
+                    self._sizes = [gathering[0].with_others(gathering[1:]).result()]  # each moves the same
                 else:
                     self._move(version)
             except RunError as error:

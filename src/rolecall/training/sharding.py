@@ -119,15 +119,11 @@ class Shards:
         if self.root is None:
             yield from cut(samples)
             return
-        micros = cut(share(samples, self.rank, self.count))
-        micro = next(micros, None)
-        more = self._any(micro is not None)
-        while more:
-            following = next(micros, None)
-            more = self._any(following is not None)
-            self.root.set_requires_gradient_sync(not more)
-            yield micro or next(cut([NOTHING]))
-            micro = following
+        micros = list(cut(share(samples, self.rank, self.count)))
+        most = max(self.gather([len(micros)]))
+        for number in range(most):
+            self.root.set_requires_gradient_sync(number == most - 1)
+            yield micros[number] if number < len(micros) else next(cut([NOTHING]))
 
     def gather(self, mine: list[T]) -> list[T]:
         """The items of all ranks, in their order."""
@@ -141,13 +137,6 @@ class Shards:
         """The whole weights in the first rank's main memory, gathered one at a time; the others only take part."""
         gathered = ((name, whole(tensor)) for name, tensor in weights)
         return {name: tensor.cpu() for name, tensor in gathered if self.rank == 0}
-
-    def computing(self, tensor: Tensor) -> Tensor:
-        """A weight in the type that it computes in; it is sharded still, if it was."""
-        return tensor if self.dtype is None else tensor.to(self.dtype)
-
-    def _any(self, mine: bool) -> bool:
-        return any(self.gather([mine]))
 
 
 WHOLE = Shards()

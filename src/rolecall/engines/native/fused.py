@@ -71,14 +71,17 @@ def fuse(model: nn.Module) -> list[Fused]:
 @contextmanager
 def in_use(replacements: list[Replacement]) -> Iterator[None]:
     """Within it these stand in their modules."""
-    before = [getattr(owner, name) for owner, name, _ in replacements]
+    before = [owner._modules.get(name) or vars(owner).get(name) for owner, name, _ in replacements]
     try:
         for owner, name, new in replacements:
             setattr(owner, name, new)
         yield
     finally:
         for (owner, name, _), old in zip(replacements, before, strict=True):
-            setattr(owner, name, old)
+            if old is None:  # it is the class's, such as ``forward``
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)
 
 
 def _joined(parameters: list[nn.Parameter]) -> Tensor:

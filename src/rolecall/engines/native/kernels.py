@@ -16,6 +16,7 @@ PROGRAMS = 512  # that fill the GPU: fewer (row, head) pairs are split along the
 CHUNK = 4096  # logits that a program sums
 
 
+# It does write: to pages, which it finds without an argument, and to counters, which are 0 again when it ends.
 @torch.library.custom_op("rolecall::paged_attention", mutates_args=())
 def paged_attention(
     query: Tensor,
@@ -52,6 +53,7 @@ def paged_attention(
     kv_heads = key.shape[1]
     group = heads // kv_heads
     splits = min(16, triton.next_power_of_2(max(1, PROGRAMS // (n * kv_heads))))
+    assert splits == 1 or n * kv_heads <= len(arrivals)  # each splitting pair has a counter
     # Where q, k and v are parts of one product, each row of theirs is followed by the others'.
     query, key, value = (x if x.stride()[1:] == (width, 1) else x.contiguous() for x in (query, key, value))
     out = query.new_empty(query.shape)

@@ -11,6 +11,7 @@ from rolecall.models.attention import sdpa
 from rolecall.models.invariant import ALIGNED
 
 PAGE = 32  # positions
+ARRIVALS = 1024  # counters of ``Pages.arrivals``
 TRASH = 0  # the page that rows write to which have no more use for what they compute
 
 
@@ -28,7 +29,7 @@ class Pages:
     writes. So the memory can be freed for training, and the graphs live on.
 
     ``anchor``: (8,) of the model's type. ``offsets``: (layers, 2) int64, in ``ALIGNED`` elements from it to the layer's
-    keys and values. ``arrivals``: (1024,) int32 zeros, by which programs of one kernel know the last of them.
+    keys and values. ``arrivals``: (ARRIVALS,) int32 zeros, by which programs of one kernel know the last of them.
     """
 
     def __init__(self, model: Any):
@@ -38,7 +39,7 @@ class Pages:
         self.page_bytes = PAGE * token_bytes(model)
         self.anchor = torch.empty(ALIGNED, dtype=model.dtype, device=model.device)
         self.offsets = torch.zeros(self.layers, 2, dtype=torch.int64, device=model.device)
-        self.arrivals = torch.zeros(1024, dtype=torch.int32, device=model.device)
+        self.arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=model.device)
         self.pool: Tensor | None = None  # (layers, 2, pages, heads, PAGE, width)
         self.free: list[int] = []
         self.users: list[int] = []

@@ -1,7 +1,7 @@
 """The decode step through all layers of a model of the Llama type, with fewer kernels than its own code takes.
 
-A step of few rows is kernels that wait for each other. Three of transformers' 13 a layer are left out: attention turns
-queries and keys to their positions itself, and each residual sum waits for the norm that reads it.
+A step of few rows is kernels that wait for each other. Three of transformers' 12 a layer are left out: attention turns
+queries and keys to their positions itself (two kernels), and the second residual sum waits for the norm that reads it.
 """
 
 from typing import Any
