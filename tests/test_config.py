@@ -212,3 +212,17 @@ def test_toml_round_trip(system, stop):
     sections = {"data": {"system": system}, "rollout": {"stop": [text for text in stop if text]}}
     config = Config(**sections, algorithm={"name": "ppo", "kl_beta": 0.3}, cluster={"pools": pools})
     assert Config(**tomllib.loads(config.to_toml())) == config
+
+
+def test_an_override_of_a_pool_is_of_the_usual_ones_where_the_file_has_none(tmp_path: Path):
+    (tmp_path / "run.toml").write_text("[run]\nsteps = 3\n")
+    config = Config.load(tmp_path / "run.toml", ["--cluster.pools.train.processes", "2"])
+    assert config.cluster.pools["train"].processes == 2 and config.cluster.pools["score"].roles == ["reward"]
+    apart = ["--cluster.pools.a.roles", "['actor', 'rollout']", "--cluster.pools.b.roles", "['reward']"]
+    assert set(Config.load(tmp_path / "run.toml", apart).cluster.pools) == {"a", "b"}
+
+
+def test_moments_of_8_bits_are_for_a_whole_model():
+    pools = {"train": {"roles": ["actor", "rollout"], "processes": 2}, "score": {"roles": ["reward"]}}
+    with pytest.raises(UserError, match=r"train\.processes = 2 shards the actor, and actor\.optimizer = 'adamw-8bit'"):
+        Config(actor={"optimizer": "adamw-8bit"}, cluster={"pools": pools})

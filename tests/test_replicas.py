@@ -20,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.cluster import Roles, replicas, spawn, worker
+from rolecall.cluster.handles import Process
 from rolecall.cluster.replicas import spread
-from rolecall.cluster.spawn import _bundles
+from rolecall.cluster.spawn import _bundles, _teams
 from rolecall.config import Config
 from rolecall.errors import RunError, UserError
 from rolecall.roles.actor import Actor
@@ -339,3 +340,8 @@ def test_what_shares_the_rollouts_process(tiny_path, local_ray, wanted):
     while any(map(runs, ended)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(runs, ended))
+
+
+def test_a_pool_named_as_a_role_is_no_team_with_that_roles_pool():
+    processes = [Process(name, roles, lambda: None, None) for name, roles in (("actor", ["rollout"]), ("t", ["actor"]))]
+    assert _teams(processes) == [[processes[0]], [processes[1]]]

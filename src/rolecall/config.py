@@ -362,6 +362,10 @@ class Config(Section):
         _anchor(raw, file.parent)
         given = overrides if isinstance(overrides, dict) else parse_overrides(overrides or [])
         _change_preset(raw, given)
+        pools = [key for key in given if key.startswith("cluster.pools.")]
+        if pools and not any(key.endswith(".roles") for key in pools):  # they change pools, if not the file's the usual
+            usual = {name: {"roles": pool.roles} for name, pool in Cluster().pools.items()}
+            raw.setdefault("cluster", {}).setdefault("pools", usual)
         for key, value in given.items():
             put(raw, key, value)
         raw.setdefault("run", {}).setdefault("dir", f"runs/{file.stem}")
@@ -437,6 +441,12 @@ class Config(Section):
                     f"{several} {', '.join(sorted(roles - {'rollout'}))}; only a native or transformers engine can be "
                     "beside that, and only beside the actor. Give rollout a pool of its own"
                 )
+            for role in roles & {"actor", "critic"}:
+                if (optimizer := getattr(self, role).optimizer) == "adamw-8bit":
+                    raise ValueError(
+                        f"{several} the {role}, and {role}.optimizer = {optimizer!r} is for a model that is whole in "
+                        "its process; take adamw"
+                    )
             if pool.gpus is not None and pool.gpus not in (0, 1):
                 raise ValueError(f"{several} over GPUs of which each process needs one; gpus is {pool.gpus:g}")
 

@@ -174,10 +174,10 @@ def _build(config: Config, processes: list[Process]) -> Roles:
 
 def _teams(processes: list[Process]) -> list[list[Process]]:
     """The processes of each pool: one, or those over which its roles are sharded. A Rollout's replica is alone."""
-    teams: dict[str, list[Process]] = {}
+    teams: dict[tuple[str, str], list[Process]] = {}
     for process in processes:
         # Of the other roles, each lives in one pool.
-        key = process.pool if process.roles == ["rollout"] else process.roles[0]
+        key = ("", process.pool) if process.roles == ["rollout"] else (process.roles[0], "")
         teams.setdefault(key, []).append(process)
     return list(teams.values())
 

@@ -74,13 +74,12 @@ class WeightSync:
         """
         if self._transport[0] == "shared":
             self.rollouts[0].share_weights(version)
+        elif self._transport[0] == "gathered":
+            first, *others = [rollout.start("gather_weights", version) for rollout in self.rollouts]
+            self._sizes = [first.with_others(others).result()]  # each moves the same
         else:
             try:
-                if self._transport[0] == "gathered":
-                    gathering = [rollout.start("gather_weights", version) for rollout in self.rollouts]
-                    self._sizes = [gathering[0].with_others(gathering[1:]).result()]  # each moves the same
-                else:
-                    self._move(version)
+                self._move(version)
             except RunError as error:
                 if not isinstance(error, ProcessDied):  # it may be what one end has to say of the other's death
                     self._each(alive)
