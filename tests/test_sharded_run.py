@@ -20,7 +20,7 @@ from rolecall.cluster.spawn import _bundles
 from rolecall.config import Config
 from rolecall.config import Model as ModelSection
 from rolecall.engines.native.engine import NativeEngine
-from rolecall.errors import ProcessDied, UserError
+from rolecall.errors import ProcessDied, RunError, UserError
 from rolecall.roles.actor import Actor
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Request, Sampling
@@ -66,6 +66,13 @@ def held(rollout: Rollout) -> dict[str, list[float]]:
     return {name: tensor.flatten().tolist() for name, tensor in rollout.engine.model.named_parameters()}
 
 
+def break_engine(rollout: Rollout) -> None:
+    def fail(weights: Any) -> None:
+        raise MemoryError("no room for it")
+
+    rollout.engine.write = fail  # type: ignore[method-assign]
+
+
 def process_id(role: Any) -> int:
     return os.getpid()
 
@@ -108,6 +115,9 @@ def test_each_process_has_an_engine_and_a_dead_or_silent_one_is_named(tmp_path, 
         assert (first.pool, second.pool) == ("train-0", "train-1")
         check_engines_follow(roles, tmp_path)
         assert roles.actor.update(uneven())["policy/grad_norm"] > 0
+        roles.rollout.handles[1].start(break_engine).result()
+        with pytest.raises(RunError, match=r"rollout\.gather_weights failed in pool 'train-1'(?s:.*)no room for it"):
+            WeightSync(roles.actor, roles.rollout.handles)(3)
         os.kill(second.pid, signal.SIGKILL)
         with pytest.raises(ProcessDied, match=r"pool 'train-1' \(actor, rollout; process \d+ on .*\) died") as caught:
             roles.actor.update(uneven())
