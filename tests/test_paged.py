@@ -366,7 +366,6 @@ def test_layers_with_fewer_kernels_compile_for_all_layers_and_rows(tiny: Loaded,
     loaded = Loaded(model, tiny.tokenizer, why_unsupported(model))
     asked = [Request(i, str(i), [5] * (10 + i), 1 + i, 0, Sampling(5 * i + 5)) for i in range(4)]
     plain = PagedEngine(loaded, 64).generate(asked)
-    torch._dynamo.config.disable = False  # another test's monkeypatch leaves it hidden
     counter, compile = CompileCounterWithBackend("eager"), torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **given: compile(function, backend=counter, **given))
     torch._dynamo.reset()
