@@ -276,6 +276,16 @@ def test_kernels_find_the_pages_from_the_anchor():
             assert found == pages.pool[layer, part].data_ptr()
 
 
+def filled(cache: Pages, rows: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Table and positions of rows with so many random pages each; the first row stands at its first position."""
+    cache.allocate(rows * most)
+    assert cache.pool is not None
+    cache.pool.normal_()
+    positions = torch.randint(0, most * PAGE, (rows,), device=DEVICE)
+    positions[0] = 0
+    return 1 + torch.randperm(rows * most, device=DEVICE).view(rows, most).int(), positions
+
+
 def _shape(dtype: torch.dtype, heads: int = 4, kv_heads: int = 2, width: int = 16) -> Any:
     config = SimpleNamespace(
         num_hidden_layers=2,
@@ -304,12 +314,8 @@ def test_the_attention_kernel(rows: int, heads: int, kv_heads: int, width: int, 
     torch.manual_seed(0)
     most = 6
     cache = Pages(_shape(dtype, heads, kv_heads, width))
-    cache.allocate(rows * most)
+    table, positions = filled(cache, rows, most)
     assert cache.pool is not None
-    cache.pool.normal_()
-    table = 1 + torch.randperm(rows * most, device=DEVICE).view(rows, most).int()
-    positions = torch.randint(0, most * PAGE, (rows,), device=DEVICE)
-    positions[0] = 0
     together = torch.randn(rows, heads + 2 * kv_heads, width, dtype=dtype, device=DEVICE)
     query, key, value = together.split((heads, kv_heads, kv_heads), 1)
     expected = cache.pool[1].double()
@@ -335,12 +341,8 @@ def test_layers_with_fewer_kernels_compute_the_same(model: Any, width: int, wind
         parameter.normal_(std=0.3)
     most = 5
     cache = Pages(made)
-    cache.allocate(rows * most)
+    table, positions = filled(cache, rows, most)
     assert cache.pool is not None
-    cache.pool.normal_()
-    table = 1 + torch.randperm(rows * most, device=DEVICE).view(rows, most).int()
-    positions = torch.randint(0, most * PAGE, (rows,), device=DEVICE)
-    positions[0] = 0
     tokens, before = torch.randint(0, 32, (rows, 1), device=DEVICE), cache.pool.clone()
 
     def computed() -> tuple[torch.Tensor, torch.Tensor]:

@@ -101,8 +101,8 @@ class TeamFuture(Future):
     """A call under way on all ranks; what it stands for is the first one's."""
 
     def __init__(self, first: Future, others: list[Future]):
-        vars(self).update(vars(first))
-        self.first, self.others = first, others
+        super().__init__(first.ref, first.what, first.process, first.timeout, first.advice, first.sources)
+        self.ranks = [first, *others]
 
     def result(self) -> Any:
         """Wait for all ranks, and give the first one's value.
@@ -111,7 +111,8 @@ class TeamFuture(Future):
             UserError, RunError, ProcessDied: see ``Future.result``. When one rank has failed the others, which may be
                 waiting for it, get a moment to tell: a death is the reason for any other error.
         """
-        waiting = {future.ref: future for future in (self.first, *self.others)}
+        waiting = {future.ref: future for future in self.ranks}
+        values: dict[Any, Any] = {}
         failures: list[Exception] = []
         while waiting:
             first, *others = waiting.values()
@@ -121,12 +122,12 @@ class TeamFuture(Future):
             if not done:
                 break
             try:
-                waiting.pop(done[0]).result()
+                values[done[0]] = waiting.pop(done[0]).result()
             except (UserError, RunError) as error:
                 failures.append(error)
         if failures:
             raise next((error for error in failures if isinstance(error, ProcessDied)), failures[0])
-        return self.first.result()
+        return values[self.ref]
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def _begin(config: Config, team: list[Process]) -> TeamFuture:
         _call(config, process, what, process.worker.build.remote(config, classes, rank, meeting))
         for rank, process in enumerate(team)
     ]
-    return TeamFuture(building[0], building[1:])
+    return building[0].with_others(building[1:])
 
 
 def _call(config: Config, process: Process, what: str, ref: Any) -> Future:

@@ -30,7 +30,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Te
     tile = FLOAT if a.dtype == torch.float32 else FEW if n <= MANY_ROWS else MANY
     height, width, depth, warps, stages = tile
     sizes = {"HEIGHT": height, "TILE_WIDTH": width, "DEPTH": depth, "BAND_SIZE": BAND}
-    flags = {"BIAS": bias is not None, "EVEN": inner % depth == 0, "PRECISION": _precision(a)}
+    flags = {"BIAS": bias is not None, "EVEN": inner % depth == 0, "PRECISION": precision(a)}
     grid = (triton.cdiv(n, height) * triton.cdiv(columns, width),)
     given = a, b, b if bias is None else bias, out, n, columns, inner
     _product[grid](*given, **sizes, **flags, num_warps=warps, num_stages=stages)
@@ -86,7 +86,7 @@ def _row_mean(x, out, size, SIZE_PAD: tl.constexpr):
 
 def store(key: Tensor, value: Tensor, where: Where, page: int) -> None:
     """Write the keys and values of n tokens, (n, Hkv, D) each, to where ``attention`` finds them."""
-    key, value = _rows(key), _rows(value)
+    key, value = together(key), together(value)
     n, heads, width = key.shape
     shape = {"HEADS": heads, "WIDTH": width, "WIDTH_PAD": triton.next_power_of_2(width)}
     strides = key.stride(0), value.stride(0)
@@ -123,7 +123,7 @@ def attention(query: Tensor, kv_heads: int, where: Where, page: int, scale: floa
     Returns:
         (n, Hq, D).
     """
-    query = _rows(query)
+    query = together(query)
     n, heads, width = query.shape
     group = heads // kv_heads
     out = query.new_empty(query.shape)
@@ -131,8 +131,41 @@ def attention(query: Tensor, kv_heads: int, where: Where, page: int, scale: floa
     padded = {"GROUP_PAD": max(16, triton.next_power_of_2(group)), "WIDTH_PAD": triton.next_power_of_2(width)}
     blocks = {"BLOCK_SIZE": BLOCK, "num_warps": WARPS, "num_stages": STAGES}
     given = query, *where, out, scale, query.stride(0)
-    _attend[(n, kv_heads)](*given, PRECISION=_precision(query), **shape, **padded, **blocks)
+    _attend[(n, kv_heads)](*given, PRECISION=precision(query), **shape, **padded, **blocks)
     return out
+
+
+@triton.jit
+def attend_pages(
+    queries, keys, values, pages, head, start, stop, scale,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr, GROUP_PAD: tl.constexpr, WIDTH_PAD: tl.constexpr,
+):  # fmt: skip
+    """Attention of queries (GROUP_PAD, WIDTH_PAD) to a head's positions ``start`` to ``stop`` - 1, a block at a time.
+
+    ``pages``: pointer to the sequence's page numbers. Gives the largest score of each query, the sum of its weights
+    exp(score - largest), and that of the values times these.
+    """
+    columns = tl.arange(0, WIDTH_PAD)
+    largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    mean = tl.zeros([GROUP_PAD, WIDTH_PAD], tl.float32)
+    for begin in range(start, stop, BLOCK_SIZE):
+        where = begin + tl.arange(0, BLOCK_SIZE)
+        seen = where < stop
+        page = tl.load(pages + where // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
+        places = ((page * HEADS + head) * PAGE_SIZE + where % PAGE_SIZE) * WIDTH
+        inside = seen[:, None] & (columns < WIDTH)[None, :]
+        block = tl.load(keys + places[:, None] + columns[None, :], mask=inside, other=0.0)
+        scores = tl.dot(queries, tl.trans(block), input_precision=PRECISION) * scale
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        higher = tl.maximum(largest, tl.max(scores, 1))
+        weights, fade = tl.exp(scores - higher[:, None]), tl.exp(largest - higher)
+        block = tl.load(values + places[:, None] + columns[None, :], mask=inside, other=0.0)
+        mean = mean * fade[:, None] + tl.dot(weights.to(block.dtype), block, input_precision=PRECISION)
+        total = total * fade + tl.sum(weights, 1)
+        largest = higher
+    return largest, total, mean
 
 
 @triton.jit
@@ -154,24 +187,10 @@ def _attend(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(0, position - WINDOW + 1)
-    largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    mean = tl.zeros([GROUP_PAD, WIDTH_PAD], tl.float32)
-    for begin in range(first, position + 1, BLOCK_SIZE):
-        where = begin + tl.arange(0, BLOCK_SIZE)
-        seen = where <= position
-        page = tl.load(pages + where // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
-        places = ((page * HEADS + head) * PAGE_SIZE + where % PAGE_SIZE) * WIDTH
-        inside = seen[:, None] & (columns < WIDTH)[None, :]
-        block = tl.load(keys + places[:, None] + columns[None, :], mask=inside, other=0.0)
-        scores = tl.dot(queries, tl.trans(block), input_precision=PRECISION) * scale
-        scores = tl.where(seen[None, :], scores, -float("inf"))
-        higher = tl.maximum(largest, tl.max(scores, 1))
-        weights, fade = tl.exp(scores - higher[:, None]), tl.exp(largest - higher)
-        block = tl.load(values + places[:, None] + columns[None, :], mask=inside, other=0.0)
-        mean = mean * fade[:, None] + tl.dot(weights.to(block.dtype), block, input_precision=PRECISION)
-        total = total * fade + tl.sum(weights, 1)
-        largest = higher
+    _, total, mean = attend_pages(
+        queries, keys, values, pages, head, first, position + 1, scale,
+        HEADS, WIDTH, PAGE_SIZE, BLOCK_SIZE, PRECISION, GROUP_PAD, WIDTH_PAD,
+    )  # fmt: skip
     heads = token * HEADS * GROUP + head * GROUP + members
     tl.store(out + heads[:, None] * WIDTH + columns[None, :], (mean / total[:, None]).to(queries.dtype), mask=real)
 
@@ -204,10 +223,11 @@ def _token_logprob(logits, targets, temperature, out, size, CHUNK_SIZE: tl.const
     tl.store(out + row, chosen - largest - tl.log(tl.sum(sums, 0)))
 
 
-def _precision(x: Tensor) -> str:
+def precision(x: Tensor) -> str:
+    """Of ``tl.dot``: FP32 is summed one by one."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def _rows(x: Tensor) -> Tensor:
+def together(x: Tensor) -> Tensor:
     """(n, heads, D), each token's heads one behind the other: what a part of a larger product is already."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

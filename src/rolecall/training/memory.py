@@ -62,12 +62,8 @@ def micro_tokens(
     if device.type != "cuda":
         return MOST[device.type]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    free, moments, gradients, head = (
-        free_memory(device),
-        expected(),
-        4 * trained * backward,
-        head_bytes(model, backward),
-    )
+    free, moments, head = free_memory(device), expected(), head_bytes(model, backward)
+    gradients = 4 * trained if backward else 0
     token = activation_bytes(model, settings.checkpointing, backward, dtype)
     room = SHARE * (free - moments - gradients - head)
     tokens = min(MOST["cuda"], max(LEAST, int(room / token) // LEAST * LEAST))
@@ -108,7 +104,7 @@ def activation_bytes(
 def head_bytes(model: nn.Module, backward: bool = True) -> int:
     """Of the chunk of logits in work with its gradient, and of the output embedding's gradient in FP32."""
     any_model: Any = model
-    embedding = any_model.get_input_embeddings().weight.numel() * backward
+    embedding = any_model.get_input_embeddings().weight.numel() if backward else 0
     return 8 * LOGITS["cuda"] + 8 * embedding
 
 

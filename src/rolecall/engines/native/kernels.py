@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rolecall.engines.native.pages import ALIGNED, PAGE
+from rolecall.engines.native.pages import PAGE
 from rolecall.engines.native.sampling import Batch
+from rolecall.models.invariant import ALIGNED
+from rolecall.models.kernels import BLOCK, CHUNK, STAGES, WARPS, attend_pages, precision, together
 
-BLOCK, WARPS, STAGES = 64, 2, 2  # of attention: positions of the cache that a program reads at once
 PROGRAMS = 512  # that fill the GPU: fewer (row, head) pairs are split along the sequence
-CHUNK = 4096  # logits that a program sums
 
 
 # It does write: to pages, which it finds without an argument, and to counters, which are 0 again when it ends.
@@ -55,7 +55,7 @@ def paged_attention(
     splits = min(16, triton.next_power_of_2(max(1, PROGRAMS // (n * kv_heads))))
     assert splits == 1 or n * kv_heads <= len(arrivals)  # each splitting pair has a counter
     # Where q, k and v are parts of one product, each row of theirs is followed by the others'.
-    query, key, value = (x if x.stride()[1:] == (width, 1) else x.contiguous() for x in (query, key, value))
+    query, key, value = together(query), together(key), together(value)
     out = query.new_empty(query.shape)
     # What each split gives to be merged: sums weighted by exp(score - largest), the largest, the weights' sum.
     sums = query.new_empty((n, heads, splits, width) if splits > 1 else (1,), dtype=torch.float32)
@@ -91,7 +91,7 @@ def paged_attention(
         PAGE_SIZE=PAGE,
         UNIT=ALIGNED,
         BLOCK_SIZE=BLOCK,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        PRECISION=precision(query),
         **padded,
         num_warps=WARPS,
         num_stages=STAGES,
@@ -127,24 +127,10 @@ def _attend(
     size = tl.cdiv(tl.cdiv(position - first, SPLITS), BLOCK_SIZE) * BLOCK_SIZE
     start = first + split * size
     stop = tl.minimum(start + size, position)
-    largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    mean = tl.zeros([GROUP_PAD, WIDTH_PAD], tl.float32)
-    for begin in range(start, stop, BLOCK_SIZE):
-        where = begin + tl.arange(0, BLOCK_SIZE)
-        seen = where < stop
-        page = tl.load(table + row * table_stride + where // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
-        places = ((page * HEADS + head) * PAGE_SIZE + where % PAGE_SIZE) * WIDTH
-        inside = seen[:, None] & (columns < WIDTH)[None, :]
-        block = tl.load(keys + places[:, None] + columns[None, :], mask=inside, other=0.0)
-        scores = tl.dot(queries, tl.trans(block), input_precision=PRECISION) * scale
-        scores = tl.where(seen[None, :], scores, -float("inf"))
-        higher = tl.maximum(largest, tl.max(scores, 1))
-        weights, fade = tl.exp(scores - higher[:, None]), tl.exp(largest - higher)
-        block = tl.load(values + places[:, None] + columns[None, :], mask=inside, other=0.0)
-        mean = mean * fade[:, None] + tl.dot(weights.to(block.dtype), block, input_precision=PRECISION)
-        total = total * fade + tl.sum(weights, 1)
-        largest = higher
+    largest, total, mean = attend_pages(
+        queries, keys, values, table + row * table_stride, head, start, stop, scale,
+        HEADS, WIDTH, PAGE_SIZE, BLOCK_SIZE, PRECISION, GROUP_PAD, WIDTH_PAD,
+    )  # fmt: skip
     if split == 0:  # the new token itself, which no other program reads
         spot = columns[None, :]
         own = key + row * key_stride + head * WIDTH + tl.zeros([1, 1], tl.int32)

@@ -215,13 +215,13 @@ class PagedEngine(LocalEngine):
         """
         for running, done in zip(rows, status.done(), strict=True):
             running.done = done
-        stops = [row for row, running in enumerate(self.running) if running.sequence.request.sampling.stop]
+        stops = {row: running for row, running in enumerate(self.running) if running.sequence.request.sampling.stop}
         if stops:  # only their text tells
-            self._give([self.running[row].sequence for row in stops], self.decoder.rows.take(stops))
-            for row in stops:
-                self.running[row].done = bool(self.running[row].sequence.finish)
+            self._give([running.sequence for running in stops.values()], self.decoder.rows.take(list(stops)))
+            for running in stops.values():
+                running.done = bool(running.sequence.finish)
         ended = [row for row, running in enumerate(self.running) if running.done]
-        later = [row for row in ended if row not in set(stops)]
+        later = [row for row in ended if row not in stops]
         if later:
             self.ended.append(([self.running[row].sequence for row in later], self.decoder.rows.take(later)))
         if ended:
