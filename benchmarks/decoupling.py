@@ -23,7 +23,10 @@ def run(
     mode: Sequence[str] = tuple(MODES),
     steps: Sequence[int] = (5,),
 ) -> dict[str, Any]:
-    """Add to ``decoupling.json`` and ``decoupling.md`` under ``out``. Steps are those of the benchmark ``step``."""
+    """Add to ``decoupling.json`` and ``.md`` under ``out``. On a GPU; ``--size tiny`` tries it without one.
+
+    Steps are those of the benchmark ``step``.
+    """
     _models.check_sizes(size)
     for by in mode:
         check_known("mode", by, MODES)

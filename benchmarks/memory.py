@@ -36,7 +36,7 @@ def run(
     size: Sequence[str] = ("3B", "7B"),
     lora: Sequence[str] = ("7B",),
 ) -> dict[str, Any]:
-    """Add to ``memory-h200.json`` and ``memory-h200.md`` under ``out``.
+    """Add to ``memory-h200.json`` and ``.md`` under ``out``. On a GPU; ``--size tiny`` tries it without one.
 
     Args:
         lora: of the sizes those that train LoRA adapters; the others train all their weights.

@@ -34,7 +34,7 @@ def run(
     system: Sequence[str] = ("native", "vllm"),
     repeats: Sequence[int] = (2,),
 ) -> dict[str, Any]:
-    """Add to ``rollout-h200.json`` and ``rollout-h200.md`` under ``out``.
+    """Add to ``rollout-h200.json`` and ``.md`` under ``out``. On a GPU; ``--size tiny`` tries it without one.
 
     Args:
         n: sequences, all of them decoded at once.

@@ -35,7 +35,7 @@ def run(
     system: Sequence[str] = ("rolecall", "trl", "trl-sleep"),
     steps: Sequence[int] = (5,),
 ) -> dict[str, Any]:
-    """Add to ``step-h200.json`` and ``step-h200.md`` under ``out``.
+    """Add to ``step-h200.json`` and ``.md`` under ``out``. On a GPU; ``--size tiny`` tries it without one.
 
     Args:
         system: "rolecall" (the native engine on the Actor's weights, one process), "trl" (vLLM in its process),

@@ -34,7 +34,7 @@ def run(
     tokens: Sequence[int] = (8192, 16384, 32768, 65536, 131072),
     mode: Sequence[str] = ("ordinary",),
 ) -> dict[str, Any]:
-    """Add to ``training-h200.json`` and ``training-h200.md`` under ``out``.
+    """Add to ``training-h200.json`` and ``.md`` under ``out``. On a GPU; ``--size tiny`` tries it without one.
 
     Args:
         size: "head" is one layer under a whole vocabulary, for which ``tokens`` go in one micro-batch, in multiples of

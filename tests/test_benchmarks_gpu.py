@@ -133,8 +133,8 @@ def test_options_of_a_benchmark_have_the_type_of_their_default():
     for wrong, says in (
         (["--sise", "7B"], "Did you mean 'size'"),
         (["--n", "many"], "--n many: write it as 64,512,1024"),
-        (["--n"], "--n"),
-        (["--n="], "--n : write it as 64,512,1024"),
+        (["--n"], "--n has no value: write it as --n 64,512,1024"),
+        (["--n="], "--n has no value"),
         (["--out", "x"], "Unknown option 'out'"),
     ):
         with pytest.raises(UserError, match=says):

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import shutil
+import sysconfig
 import tempfile
 from types import SimpleNamespace
 
@@ -45,6 +46,18 @@ def test_how_weights_can_travel_here(monkeypatch, tmp_path, gpus, gpu_ways):
     assert list(doctor._ways()) == ["within a process nothing moves", *gpu_ways, shared, "gloo between machines"]
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**26))  # no room for a bucket
     assert f"shared memory ({tempfile.gettempdir()}, 0.1 GiB free)" in doctor._ways()
+
+
+def test_kernels_for_a_gpu_need_a_compiler_and_pythons_headers(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    check = doctor._compiler()
+    assert (check.status, check.detail) == ("missing", "Triton's kernels need one, and there is no Python.h")
+    (tmp_path / "Python.h").touch()
+    assert (doctor._compiler().status, doctor._compiler().detail) == ("ok", "cc, which Triton's kernels need")
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor._compiler().detail.endswith("there is no C compiler")
 
 
 NEEDS = ["torch==2.13.0+cpu; platform_system != 'none'", "torch==1.0; platform_system == 'none'", "transformers<5.20"]

@@ -139,12 +139,16 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path, local_ray):
     assert read(whole / "eval.jsonl") == read(killed / "eval.jsonl")
 
 
-def test_what_may_change_on_resume_takes_effect_and_the_algorithm_may_not(tmp_path, learned):
+def test_what_may_change_on_resume_takes_effect_and_the_algorithm_may_not(tmp_path, learned, capsys):
     shutil.copytree(learned["grpo-tiny"].dir, tmp_path / "run")
     changes = {"run.dir": str(tmp_path / "run"), "run.steps": STEPS + 1, "algorithm.kl_beta": 0.5}
     resumed = rolecall.train(Config.load(RECIPES / "grpo-tiny.toml", changes), resume=True)
     assert [line["step"] for line in resumed.metrics] == list(range(1, STEPS + 2))
     assert resumed.metrics[-1]["kl_beta"] == 0.5
+    said = capsys.readouterr().out
+    assert "resumed, configured as before but for " in said
+    assert "algorithm.kl_beta (0.0 before, now 0.5), run.dir (" in said
+    assert f", run.steps ({STEPS} before, now {STEPS + 1})\n" in said
     config = Config.load(RECIPES / "ppo-tiny.toml")
     prompts, _, _ = load_prompts(config, models.load_tokenizer(config.model))
     other = State(Context(config, roles=None), Sampler(prompts, config.run.seed))

@@ -140,9 +140,11 @@ def _lists(arguments: list[str], run: Callable[..., Any]) -> dict[str, list[Any]
     for option, text in zip_longest(words[::2], words[1::2]):
         name = option.removeprefix("--").replace("-", "_")
         check_known("option", name, defaults)
+        if not text:
+            raise UserError(f"{option} has no value: write it as {option} {_written(defaults[name])}.")
         kind = type(next(iter(defaults[name]), ""))
         try:
-            given[name] = [kind(item) for item in (text or "").split(",")]
+            given[name] = [kind(item) for item in text.split(",")]
         except ValueError:
             raise UserError(f"{option} {text}: write it as {_written(defaults[name])}.") from None
     return given

@@ -4,9 +4,11 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Literal
 
 from packaging.requirements import Requirement
@@ -130,10 +132,23 @@ def _devices() -> Iterator[Check]:
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
         yield Check("Devices", f"gpu {index}", "ok", f"{name}, {_gib(free)} of {_gib(total)} free")
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        yield _compiler()
+    else:
         there = shutil.which("nvidia-smi") is not None
         detail = f"there is one, but torch {torch.__version__} cannot use it" if there else "none; the CPU does it all"
         yield Check("Devices", "gpu", "optional", detail, "install torch as https://pytorch.org says" if there else "")
+
+
+def _compiler() -> Check:
+    """Triton, which makes the kernels for a GPU, compiles a launcher for each with the machine's C compiler."""
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if compiler and header.exists():
+        return Check("Devices", "compiler", "ok", f"{compiler}, which Triton's kernels need")
+    wanted = "Python.h" if compiler else "C compiler"
+    fix = "install gcc and Python's headers (on Debian and Ubuntu: apt install gcc python3-dev)"
+    return Check("Devices", "compiler", "missing", f"Triton's kernels need one, and there is no {wanted}", fix)
 
 
 def _ways() -> Iterator[str]:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,6 +144,7 @@ def train(config: Config, *, resume: bool = False) -> Run:
             console.note(f"weight sync: {state.context.sync.way}")
             if start:
                 state.load(start)
+                console.note(_changes(run_dir, config))
             with _recording(run_dir, state, console) as log:
                 _loop(run_dir, state, heldout, log, console)
             console.status("saving the model")
@@ -170,6 +172,17 @@ def _loop(run_dir: Path, state: State, heldout: list[Prompt], log: logs.MetricsL
         console.step(state.step, metrics)
         if last or state.step % settings.save_every == 0:
             state.save(run_dir)
+
+
+def _changes(run_dir: Path, config: Config) -> str:
+    """What a resumed run is told otherwise than before, as its folder has it (which an older version may have made)."""
+    before, now = (
+        {f"{section}.{key}": value for section, fields in tomllib.loads(text).items() for key, value in fields.items()}
+        for text in ((run_dir / "config.toml").read_text(), config.to_toml())
+    )
+    keys = [key for key in before | now if before.get(key) != now.get(key)]
+    changed = ", ".join(f"{key} ({before.get(key, 'not set')} before, now {now.get(key, 'not set')})" for key in keys)
+    return f"resumed, configured as before{f' but for {changed}' if changed else ''}"
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from rolecall.training.sharding import local, whole
 
 BLOCK = 256  # values that share a scale where a moment has 8 bits
 SMALLEST = 4096  # values of a tensor whose moments have 8 bits
+EIGHT_BIT = "actor.optimizer or critic.optimizer = 'adamw-8bit'"  # in refusals
 
 
 class Optimizer:
@@ -154,16 +155,15 @@ def _adam(config: configuration.Optimizer, groups: list[dict[str, Any]]) -> torc
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, betas=config.betas, fused=True)
     if importlib.util.find_spec("torchao") is None:
-        raise UserError("optimizer = 'adamw-8bit': torchao is not installed. Install it: pip install 'rolecall[8bit]'.")
+        raise UserError(f"{EIGHT_BIT}: torchao is not installed. Install it: pip install 'rolecall[8bit]'.")
     if torch._dynamo.config.disable:
         raise UserError(
-            "optimizer = 'adamw-8bit': torchao compiles its step, and TORCH_COMPILE_DISABLE turns compilation off. "
-            "Unset that, or take optimizer = 'adamw'."
+            f"{EIGHT_BIT}: torchao compiles its step, and TORCH_COMPILE_DISABLE turns compilation off. Unset that, or "
+            "take 'adamw'."
         )
     if any(isinstance(master, DTensor) for group in groups for master in group["params"]):
         raise UserError(
-            "optimizer = 'adamw-8bit' is for a model that is whole in its process, and this one is sharded. Take "
-            "optimizer = 'adamw'."
+            f"{EIGHT_BIT}: it is for a model that is whole in its process, and this one is sharded. Take 'adamw'."
         )
     from torchao.optim import AdamW8bit
 
