@@ -141,6 +141,8 @@ def _watching(pid: int) -> Iterator[Callable[[], float]]:
 def _held(pid: int) -> float:
     if shutil.which("nvidia-smi"):  # not torch, whose CUDA context would be part of what is measured
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        if mine := os.environ.get("CUDA_VISIBLE_DEVICES"):  # others' are no part of it
+            query.append(f"--id={mine}")
         found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
         return sum(float(mib) for mib in found) / 2**10
     held = 0
