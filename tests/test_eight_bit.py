@@ -129,7 +129,7 @@ def test_sharded_weights_are_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         weight = nn.Parameter(distribute_tensor(torch.zeros(64, 64), init_device_mesh("cpu", (1,))))
-        with pytest.raises(UserError, match=r"'adamw-8bit' is for .* this one is sharded"):
+        with pytest.raises(UserError, match=r"'adamw-8bit': it is for .* this one is sharded"):
             Optimizer([weight], EIGHT, total=1)
     finally:
         dist.destroy_process_group()

@@ -184,16 +184,18 @@ def with_weights(model: Any, weights: Weights) -> Any:
 def gaps(model: Any, sample: Sample, sampling: Sampling, off: float = 0.0) -> list[float]:
     """|engine - plain forward pass| of each token's log-probability, where those may be ``off`` by rounding.
 
-    Which may also move the cuts of top-p and, in narrow types, of top-k.
+    Which may also move the cuts of top-p and top-k: then it is how far the engine's is from what they allow.
     """
     move = 0.08 if off == BFLOAT16 else min(off, 0.03)
     tops = {sampling.top_p} if sampling.top_p == 1 else {sampling.top_p - move, sampling.top_p + move}
-    more = 3 if off == BFLOAT16 else 2 if off > 1e-3 else 1  # TF32 may swap two of equal rank
-    counts = {sampling.top_k + i for i in range(more)} if sampling.top_k else {0}
+    ranks = 2 if off == BFLOAT16 else 1 if off > 1e-3 else 0  # TF32 may swap two of neighbouring rank
+    counts = {sampling.top_k + i for i in range(-ranks, ranks + 1)} if sampling.top_k else {0}
     cuts = [replace(sampling, top_p=top, top_k=count) for top in tops for count in counts]
     logits = plain(model, sample)
-    expected = [sampled_logprobs(logits, sample, cut, ENDS) for cut in cuts]
-    return (torch.stack(expected) - torch.tensor(sample.logprobs)).abs().amin(0).tolist()
+    expected = torch.stack([sampled_logprobs(logits, sample, cut, ENDS) for cut in cuts])
+    lowest = expected.masked_fill(expected.isneginf(), torch.inf).amin(0)  # a cut may take the token away
+    said = torch.tensor(sample.logprobs)
+    return torch.maximum(said - expected.amax(0), lowest - said).clamp(min=0).tolist()
 
 
 def check(rollout: Rollout, model: Any, samples: list[Sample], sampling: Sampling) -> None:

@@ -1,5 +1,6 @@
 """The native engine's pages and captured steps: the same samples as one row at a time in one block of memory."""
 
+import importlib
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -333,6 +334,8 @@ def test_the_attention_kernel(rows: int, heads: int, kv_heads: int, width: int, 
 )
 @torch.no_grad()
 def test_layers_with_fewer_kernels_compute_the_same(model: Any, width: int, window: int | None, rows: int):
+    if torch.cuda.is_available():
+        importlib.import_module("rolecall.engines.native.kernels")  # as Decoder does: it registers what layouts call
     torch.manual_seed(0)
     sliding = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1} if window else {}
     made = model(model.config_class(**SHAPE | {"num_hidden_layers": 2, "head_dim": width} | sliding))
