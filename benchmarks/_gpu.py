@@ -53,16 +53,17 @@ class Part:
 def measure(parts: Sequence[Part]) -> Iterator[tuple[Row, float]]:
     """Run the parts one after the other and yield each row as it comes, with the device's peak memory till then (GiB).
 
-    A part that fails or hangs is told at once, and the next one is run.
+    A row's ``commit`` is that of the code it was measured with: rows of one table may come from several runs. A part
+    that fails or hangs is told at once, and the next one is run.
 
     Raises:
         RunError: after the last part, if one failed.
     """
-    failed = []
+    failed, commit = [], _commit()
     for part in parts:
         print(f"{part.module} {json.dumps(part.arguments)}", flush=True)
         try:
-            yield from _run(part)
+            yield from ((row | {"commit": commit}, peak) for row, peak in _run(part))
         except RunError as error:
             print(error, flush=True)
             failed.append(str(error).splitlines()[0])
@@ -152,6 +153,12 @@ def _held(pid: int) -> float:
             with contextlib.suppress(psutil.NoSuchProcess):
                 held += one.memory_info().rss
     return held / 2**30
+
+
+def _commit() -> str:
+    """Short, and with a + where the code has been changed since."""
+    commit, _, changed = collect()["commit"].partition("-")
+    return commit[:7] + ("+" if changed else "")
 
 
 def machine() -> str:

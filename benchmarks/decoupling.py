@@ -41,7 +41,7 @@ def run(
 
 def _line(row: Row) -> str:
     cells = [row["size"], MODES[row["mode"]], f"{row['s_per_step']:.2f}", step.stage_seconds(row)]
-    cells.append(f"{row['peak_gib']:.1f}")
+    cells += [f"{row['peak_gib']:.1f}", row["commit"]]
     return f"| {' | '.join(cells)} |"
 
 
@@ -54,8 +54,8 @@ def _table(result: dict[str, Any]) -> str:
             "all that is held on the GPU, by any process."
         ),
         "",
-        "| size | generation by | s a step | by stage, s | peak GiB |",
-        "|---|---|---|---|---|",
+        "| size | generation by | s a step | by stage, s | peak GiB | commit |",
+        "|---|---|---|---|---|---|",
         *map(_line, rows),
     ]
     return "\n".join(lines)

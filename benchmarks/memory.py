@@ -101,12 +101,12 @@ def _held() -> float:
 def _line(row: Row) -> str:
     cells = [row["size"], "all weights" if row["trains"] == "all" else f"LoRA of rank {RANK}"]
     cells += [f"{row[part]:.1f}" for part in PARTS]
-    cells += [f"{row['peak_gib']:.1f}", f"{row['generate_s']:.2f}", f"{row['update_s']:.2f}"]
+    cells += [f"{row['peak_gib']:.1f}", f"{row['generate_s']:.2f}", f"{row['update_s']:.2f}", row["commit"]]
     return f"| {' | '.join(cells)} |"
 
 
 def _table(result: dict[str, Any]) -> str:
-    heads = ["size", "trains", *PARTS.values(), "peak of the GPU", "generate, s", "update, s"]
+    heads = ["size", "trains", *PARTS.values(), "peak of the GPU", "generate, s", "update, s", "commit"]
     lines = [
         _gpu.about(
             f"GiB by part: {PROMPTS} prompts x {GROUP} samples, {PROMPT} + {TOKENS} tokens, random weights of Qwen2's "

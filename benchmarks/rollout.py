@@ -22,7 +22,7 @@ ENDS = [_models.END, _models.OFTEN]
 KEYS = ("size", "n", "out", "lengths")
 HEADS = (
     "size", "sequences", "tokens out", "lengths", "native tok/s", "vLLM tok/s", "ratio", "ms a step", "floor, ms",
-    "mean lengths", "invariant tok/s",
+    "mean lengths", "invariant tok/s", "commit",
 )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def _line(row: Row) -> str:
     cells = [row["size"], row["n"], row["out"], row["lengths"], number("native_tok_s"), number("vllm_tok_s")]
     cells += [number("ratio", 2), number("ms", 2), number("floor_ms", 2)]
     cells.append(" / ".join(number(key) for key in ("native_mean_length", "vllm_mean_length") if key in row))
-    cells.append(number("invariant_tok_s"))
+    cells += [number("invariant_tok_s"), row["commit"]]
     return f"| {' | '.join(map(str, cells))} |"
 
 

@@ -154,7 +154,7 @@ def stage_seconds(row: Row) -> str:
 def _line(row: Row) -> str:
     mismatch = f"{row['mismatch']:.4f}" if row["mismatch"] is not None else ""
     cells = [row["size"], row["system"], f"{row['s_per_step']:.2f}", f"{row['peak_gib']:.1f}"]
-    cells += [f"{row['mean_length']:.0f}", mismatch, stage_seconds(row) if "stages" in row else ""]
+    cells += [f"{row['mean_length']:.0f}", mismatch, stage_seconds(row), row["commit"]]
     return f"| {' | '.join(cells)} |"
 
 
@@ -170,8 +170,8 @@ def _table(result: dict[str, Any]) -> str:
             "`trl-generate`: transformers' generate."
         ),
         "",
-        "| size | system | s a step | peak GiB | mean length | mean log-probability difference | stages, s |",
-        "|---|---|---|---|---|---|---|",
+        "| size | system | s a step | peak GiB | mean length | mean log-probability difference | stages, s | commit |",
+        "|---|---|---|---|---|---|---|---|",
         *map(_line, rows),
     ]
     return "\n".join(

@@ -137,7 +137,7 @@ def _samples(groups: int, response: int, shape: Size, repeat: int) -> list[Sampl
 def _line(row: Row) -> str:
     cells = [row["size"], f"{row['micro_tokens']:,}"]
     cells += [format(row[key], digits) if key in row else "" for key, digits in COLUMNS.items()]
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join([*cells, row['commit']])} |"
 
 
 def _head_line(row: Row) -> str:
@@ -156,8 +156,8 @@ def _table(result: dict[str, Any]) -> str:
         ),
         "",
         "| size | tokens a micro-batch | s | tok/s | computed tok/s | MFU | MFU, prompts repeated | peak GiB | "
-        "s, invariant |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "s, invariant | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
         *map(_line, sorted(result["rows"], key=lambda row: (list(SIZES).index(row["size"]), row["micro_tokens"]))),
     ]
     if head := result["head"]:
