@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolecall.engines.native.sampling import Batch, draw, invert, uniforms
+from rolecall.engines.native.sampling import Batch, draw, invert, mark, uniforms
 from rolecall.engines.sequence import Sequence
 from rolecall.samples import Request, Sampling
 
 TOP = 1 - 2.0**-53  # the largest uniform number
+NONE = torch.tensor(False)  # no end-of-sequence token, for any vocabulary
 
 
 def batch_of(*samplings: Sampling, counts: tuple[int, ...] = (), seed: int = 0) -> Batch:
@@ -98,7 +99,7 @@ def test_log_probabilities_are_those_of_the_cut_distribution(logits, temperature
     sampling = Sampling(9, temperature=temperature, top_k=top_k, top_p=top_p)
     values = [x / 10 for x in logits]
     rows = 64
-    tokens, logprobs = draw(torch.tensor(values).expand(rows, -1), batch_of(*[sampling] * rows, seed=seed), [])
+    tokens, logprobs = draw(torch.tensor(values).expand(rows, -1), batch_of(*[sampling] * rows, seed=seed), NONE)
     expected = reference(values, sampling)
     for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
         assert expected[token] > 0
@@ -110,7 +111,7 @@ def test_each_row_is_sampled_by_its_own_parameters():
     batch = batch_of(
         Sampling(9, temperature=0), Sampling(9, top_k=1), Sampling(9, top_p=0.45), Sampling(9, temperature=0, top_k=2)
     )
-    tokens, logprobs = draw(logits, batch, [])
+    tokens, logprobs = draw(logits, batch, NONE)
     assert tokens.tolist() == [0, 0, 0, 0]
     # Greedy: under temperature 1, uncut. The others leave one token, of probability 1.
     assert logprobs.tolist() == pytest.approx([math.log(0.5), 0, 0, math.log(0.5)], abs=1e-6)
@@ -119,14 +120,14 @@ def test_each_row_is_sampled_by_its_own_parameters():
 def test_no_end_before_min_tokens():
     logits = torch.tensor([[0.0, 9.0, 0.0, 8.0]]).repeat(3, 1)
     batch = batch_of(*[Sampling(9, min_tokens=2, temperature=0)] * 3, counts=(1, 2, 0))
-    tokens, logprobs = draw(logits, batch, [1, 3])
+    tokens, logprobs = draw(logits, batch, mark([1, 3], 4, logits.device))
     assert tokens.tolist() == [0, 1, 0]
     assert logprobs[0].item() == pytest.approx(math.log(0.5))  # of the two tokens that are allowed
     assert logprobs[1].item() == pytest.approx(-math.log(1 + 2 * math.exp(-9) + math.exp(-1)))
 
 
 def test_nan_reaches_the_log_probability():
-    _, logprobs = draw(torch.full((1, 300), math.nan), batch_of(Sampling(9)), [])
+    _, logprobs = draw(torch.full((1, 300), math.nan), batch_of(Sampling(9)), NONE)
     assert math.isnan(logprobs.item())
 
 
@@ -136,7 +137,7 @@ def test_a_draw_does_not_depend_on_the_other_rows():
     samplings = [Sampling(9, temperature=0.5 + i / 8, top_k=i % 3 * 40) for i in range(16)]
     rows = [Sequence(Request(i, "p", [0], 1, 7, s), 0, 9) for i, s in enumerate(samplings)]
     device = torch.device("cpu")
-    tokens, logprobs = draw(logits, Batch(rows, device), [])
+    tokens, logprobs = draw(logits, Batch(rows, device), NONE)
     for i, row in enumerate(rows):
-        alone, alone_logprobs = draw(logits[i : i + 1], Batch([row], device), [])
+        alone, alone_logprobs = draw(logits[i : i + 1], Batch([row], device), NONE)
         assert alone.item() == tokens[i] and alone_logprobs.item() == logprobs[i]

@@ -10,7 +10,7 @@ from rolecall.engines.native.fused import Replacement, fuse, in_use
 from rolecall.engines.native.invariant import PagedTokens
 from rolecall.engines.native.pages import PagedDecode, Pages
 from rolecall.engines.native.rows import Rows
-from rolecall.engines.native.sampling import draw
+from rolecall.engines.native.sampling import draw, mark
 from rolecall.engines.native.stack import find
 from rolecall.errors import UserError
 from rolecall.models.attention import Layout, hidden_states
@@ -34,9 +34,7 @@ class Decoder:
 
     def __init__(self, model: Any, pages: Pages, ends: list[int], invariant: bool = False):
         self.model, self.pages, self.invariant, device = model, pages, invariant, model.device
-        self.ends = torch.tensor(ends, dtype=torch.long, device=device)
-        vocabulary = model.get_output_embeddings().weight.shape[0]
-        self.is_end = torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(0, self.ends, True)
+        self.ends = mark(ends, model.get_output_embeddings().weight.shape[0], device)
         self.rows = Rows(BUCKETS[0], 1, 1, device)
         self.captures = device.type == "cuda"
         if self.captures:
@@ -107,7 +105,7 @@ class Decoder:
         tokens, logprobs = draw(scores, rows, self.ends)
         if self.invariant and not (rows.any_cut or rows.any_min):  # of the whole distribution, as the trainer does
             logprobs = token_logprobs(scores, tokens, rows.temperature)
-        rows.record(tokens, logprobs, self.is_end)
+        rows.record(tokens, logprobs, self.ends)
 
 
 def _addresses(model: Any) -> list[int]:

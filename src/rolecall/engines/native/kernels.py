@@ -200,7 +200,7 @@ def draw(logits: Tensor, batch: Batch, ends: Tensor) -> tuple[Tensor, Tensor]:
     """``sampling.draw`` without top-k and top-p: the logits are read once, and of each row one chunk a second time.
 
     Args:
-        logits: (n, V). ends: (k,) int64 end-of-sequence tokens.
+        logits: (n, V). ends: (V,) bool, true at the end-of-sequence tokens.
 
     Returns:
         tokens (n,) int64, and log-probabilities (n,) float32.
@@ -208,15 +208,11 @@ def draw(logits: Tensor, batch: Batch, ends: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits.float().contiguous()
     n, size = logits.shape
     chunks = triton.cdiv(size, CHUNK)
-    early = batch.any_min and len(ends) > 0
-    banned = torch.zeros(size, dtype=torch.bool, device=logits.device)
-    if early:
-        banned.index_fill_(0, ends, True)
     sums = logits.new_empty(n, chunks, 2)
     likeliest = batch.seeds.new_empty(n, chunks)
     tokens, logprobs = batch.seeds.new_empty(n), logits.new_empty(n)
-    given = (logits, batch.temperature, banned, batch.counts, batch.min_tokens, sums, likeliest)
-    flags = {"EARLY": early, "GREEDY": batch.any_greedy, "CHUNK_SIZE": CHUNK}
+    given = (logits, batch.temperature, ends, batch.counts, batch.min_tokens, sums, likeliest)
+    flags = {"EARLY": batch.any_min, "GREEDY": batch.any_greedy, "CHUNK_SIZE": CHUNK}
     _sum_chunks[(n, chunks)](*given, size, **flags, num_warps=8)
     rest = (batch.greedy, batch.seeds, tokens, logprobs, size, chunks)
     _pick[(n,)](*given, *rest, CHUNKS=triton.next_power_of_2(chunks), **flags, num_warps=8)
@@ -224,13 +220,13 @@ def draw(logits: Tensor, batch: Batch, ends: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _scores(logits, temperature, banned, counts, min_tokens, row, at, size, EARLY: tl.constexpr):
+def _scores(logits, temperature, ends, counts, min_tokens, row, at, size, EARLY: tl.constexpr):
     """Scores at some tokens of a row: -inf where an end-of-sequence token may not come yet."""
     scores = tl.load(logits + row * size + at, mask=at < size, other=-float("inf")) / tl.load(temperature + row)
     if EARLY:
         early = tl.load(counts + row) < tl.load(min_tokens + row)
-        ends = tl.load(banned + at, mask=at < size, other=0) != 0
-        scores = tl.where(ends & early, -float("inf"), scores)
+        ending = tl.load(ends + at, mask=at < size, other=0) != 0
+        scores = tl.where(ending & early, -float("inf"), scores)
     return scores
 
 
@@ -238,7 +234,7 @@ def _scores(logits, temperature, banned, counts, min_tokens, row, at, size, EARL
 def _sum_chunks(
     logits,
     temperature,
-    banned,
+    ends,
     counts,
     min_tokens,
     sums,
@@ -251,7 +247,7 @@ def _sum_chunks(
     """One program: the largest score of a row's chunk, and the sum of exp(score - largest)."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)
-    scores = _scores(logits, temperature, banned, counts, min_tokens, row, at, size, EARLY)
+    scores = _scores(logits, temperature, ends, counts, min_tokens, row, at, size, EARLY)
     largest = tl.max(scores, 0)
     # A chunk with nothing allowed in it sums to 0, not to NaN.
     shift = tl.where(largest == -float("inf"), 0.0, largest)
@@ -266,7 +262,7 @@ def _sum_chunks(
 def _pick(
     logits,
     temperature,
-    banned,
+    ends,
     counts,
     min_tokens,
     sums,
@@ -299,7 +295,7 @@ def _pick(
     target -= tl.sum(tl.where(each < chunk, masses, 0.0), 0)
     inside = tl.arange(0, CHUNK_SIZE)
     at = chunk * CHUNK_SIZE + inside
-    scores = _scores(logits, temperature, banned, counts, min_tokens, row, at, size, EARLY)
+    scores = _scores(logits, temperature, ends, counts, min_tokens, row, at, size, EARLY)
     weights = tl.exp(scores - largest).to(tl.float64)
     passed = (tl.cumsum(weights, 0) > target) & (weights > 0)
     place = tl.min(tl.where(passed, inside, CHUNK_SIZE), 0)

@@ -45,7 +45,13 @@ class Batch:
         self.counts = self.counts + 1
 
 
-def draw(logits: Tensor, batch: Batch, ends: list[int] | Tensor) -> tuple[Tensor, Tensor]:
+def mark(tokens: list[int], vocabulary: int, device: torch.device) -> Tensor:
+    """(V,) booleans, true at ``tokens``."""
+    index = torch.tensor(tokens, dtype=torch.long, device=device)
+    return torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(0, index, True)
+
+
+def draw(logits: Tensor, batch: Batch, ends: Tensor) -> tuple[Tensor, Tensor]:
     """Sample one token a row by inverting the cumulative distribution at the row's next uniform number.
 
     The order is min_tokens (no end-of-sequence token before), temperature, top-k, top-p. A token of probability
@@ -53,7 +59,7 @@ def draw(logits: Tensor, batch: Batch, ends: list[int] | Tensor) -> tuple[Tensor
 
     Args:
         logits: (B, V), any floating type; may be overwritten.
-        ends: the end-of-sequence tokens; where a CUDA graph is being captured, on the device.
+        ends: (V,) bool, true at the end-of-sequence tokens.
 
     Returns:
         tokens (B,) and their log-probabilities (B,), float32, under the very distribution that was sampled from
@@ -62,11 +68,10 @@ def draw(logits: Tensor, batch: Batch, ends: list[int] | Tensor) -> tuple[Tensor
     if logits.is_cuda and not batch.any_cut:
         from rolecall.engines.native import kernels  # needs Triton, which comes with torch's CUDA builds alone
 
-        return kernels.draw(logits, batch, torch.as_tensor(ends, device=logits.device, dtype=torch.long))
+        return kernels.draw(logits, batch, ends)
     scores = logits.float()
-    if batch.any_min and len(ends):
-        early = (batch.counts < batch.min_tokens)[:, None]
-        scores[:, ends] = scores[:, ends].masked_fill(early, -torch.inf)
+    if batch.any_min:
+        scores = scores.masked_fill(ends & (batch.counts < batch.min_tokens)[:, None], -torch.inf)
     if batch.any_tempered:
         scores = scores / batch.temperature[:, None]
     if batch.any_cut:
