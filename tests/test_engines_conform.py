@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from forward import plain, sampled_logprobs
+from forward import plain, sampled_scores
 from rolecall import models
 from rolecall.config import SEPARATE_ENGINES, Config
 from rolecall.engines.vllm import _check_parallel, _shares
@@ -184,18 +184,23 @@ def with_weights(model: Any, weights: Weights) -> Any:
 def gaps(model: Any, sample: Sample, sampling: Sampling, off: float = 0.0) -> list[float]:
     """|engine - plain forward pass| of each token's log-probability, where those may be ``off`` by rounding.
 
-    Which may also move the cuts of top-p and top-k: then it is how far the engine's is from what they allow.
+    Which may also move the cuts of top-p and top-k, and swap the tokens beside them: then it is how far the engine's is
+    from the range that any of these cuts leaves, each with the sampled token in it.
     """
     move = 0.08 if off == BFLOAT16 else min(off, 0.03)
     tops = {sampling.top_p} if sampling.top_p == 1 else {sampling.top_p - move, sampling.top_p + move}
     ranks = 2 if off == BFLOAT16 else 1 if off > 1e-3 else 0  # TF32 may swap two of neighbouring rank
     counts = {sampling.top_k + i for i in range(-ranks, ranks + 1)} if sampling.top_k else {0}
     cuts = [replace(sampling, top_p=top, top_k=count) for top in tops for count in counts]
-    logits = plain(model, sample)
-    expected = torch.stack([sampled_logprobs(logits, sample, cut, ENDS) for cut in cuts])
-    lowest = expected.masked_fill(expected.isneginf(), torch.inf).amin(0)  # a cut may take the token away
-    said = torch.tensor(sample.logprobs)
-    return torch.maximum(said - expected.amax(0), lowest - said).clamp(min=0).tolist()
+    logits, said = plain(model, sample), torch.tensor(sample.logprobs)
+    token = torch.tensor(sample.response)[:, None]
+    own = sampled_scores(logits, replace(sampling, top_p=1.0, top_k=0), ENDS).gather(-1, token)
+    kept = [sampled_scores(logits, cut, ENDS) for cut in cuts]
+    drawn = torch.stack([scores.gather(-1, token).isfinite() for scores in kept]).any(0)[:, 0]
+    with_it = [scores.scatter(-1, token, own).log_softmax(-1).gather(-1, token) for scores in kept]
+    expected = torch.stack(with_it)[..., 0]
+    gap = torch.maximum(said - expected.amax(0), expected.amin(0) - said).clamp(min=0)
+    return gap.masked_fill(~drawn, torch.inf).tolist()
 
 
 def check(rollout: Rollout, model: Any, samples: list[Sample], sampling: Sampling) -> None:
