@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from rolecall.errors import RunError
-from rolecall.telemetry.versions import collect
+from rolecall.errors import RunError, UserError
+from rolecall.telemetry.versions import collect, installed
 
 Row = dict[str, Any]
 
@@ -170,6 +170,18 @@ def machine() -> str:
 def about(figures: str) -> str:
     """What a table says of its figures: that, where they come from a GPU."""
     return TRIAL if machine() == "dry-run" else figures
+
+
+def check_installed(packages: Iterable[str]) -> None:
+    """Refuse to measure what is not there.
+
+    Raises:
+        UserError: a package is missing (for vLLM its build for a CPU will do).
+    """
+    extras = {"trl": "compare", "vllm": "vllm"}
+    for package in packages:
+        if not (installed(package) or installed(f"{package}-cpu")):
+            raise UserError(f"{package} is not installed: pip install -e '.[{extras[package]}]', or leave it out.")
 
 
 def earlier(name: str, out: Path) -> dict[str, Any]:

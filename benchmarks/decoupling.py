@@ -30,6 +30,7 @@ def run(
     _models.check_sizes(size)
     for by in mode:
         check_known("mode", by, MODES)
+    _gpu.check_installed("vllm" for by in mode if by == "vllm")
     name = "decoupling" if _gpu.machine() != "dry-run" else "decoupling-dry-run"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
     for row, peak in _gpu.measure([step.part(one, by, steps[0], KL_BETA) for one in size for by in mode]):

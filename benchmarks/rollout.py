@@ -45,6 +45,7 @@ def run(
     _models.check_sizes(size)
     for by in system:
         check_known("system", by, ("native", "vllm", "invariant"))
+    _gpu.check_installed("vllm" for by in system if by == "vllm")
     for kind in lengths:
         check_known("lengths", kind, ("fixed", "geometric"))
     for count in n:

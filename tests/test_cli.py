@@ -145,13 +145,17 @@ def test_a_run_needs_a_folder(tmp_path, recipe, rolecall):
     assert "is no folder that can be written to" in done.err
 
 
-def test_ctrl_c_says_how_to_go_on(rolecall, monkeypatch):
-    def interrupted() -> int:
+def test_ctrl_c_says_how_to_go_on(tmp_path, recipe, rolecall, monkeypatch):
+    def interrupted(config: object, resume: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rolecall.doctor.main", interrupted)
-    code, _, err = rolecall("doctor")
-    assert code == 130 and "from its newest checkpoint: rolecall train RUN/config.toml --resume." in err
+    monkeypatch.setattr("rolecall.train", interrupted)
+    run = tmp_path / "run"
+    code, _, err = rolecall("train", recipe, "--run.dir", run, "--run.save_every", 7)
+    assert code == 130 and "Stopped before its first checkpoint, which run.save_every = 7 sets." in err
+    (run / "checkpoints" / "step-000007").mkdir(parents=True)
+    code, _, err = rolecall("train", recipe, "--run.dir", run)
+    assert code == 130 and f"from its newest checkpoint: rolecall train {run}/config.toml --resume." in err
 
 
 def test_help_lists_every_command(rolecall):

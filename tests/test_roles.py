@@ -265,6 +265,15 @@ def test_loading_keeps_the_parameters_that_an_engine_shares(settings, tmp_path):
     assert_same(before, weights(actor))
 
 
+def test_the_checkpoint_of_another_model_is_refused(settings, tmp_path):
+    actor = Actor(settings())
+    actor.save(tmp_path)
+    wider = torch.nn.Linear(3, 2, bias=False)
+    actor.module.lm_head = wider.to(actor.device)
+    with pytest.raises(UserError, match=r"holds another model than model\.path = .*: lm_head\.weight of \[2, 3\]"):
+        actor.load(tmp_path)
+
+
 def test_the_final_model_is_a_hugging_face_folder(settings, tmp_path):
     actor = Actor(settings(actor={"lr": 1e-2, "checkpointing": True}))
     actor.update(uneven())

@@ -146,7 +146,7 @@ def test_what_may_change_on_resume_takes_effect_and_the_algorithm_may_not(tmp_pa
     assert [line["step"] for line in resumed.metrics] == list(range(1, STEPS + 2))
     assert resumed.metrics[-1]["kl_beta"] == 0.5
     said = capsys.readouterr().out
-    assert "resumed, configured as before but for " in said
+    assert "configured as before but for " in said
     assert "algorithm.kl_beta (0.0 before, now 0.5), run.dir (" in said
     assert f", run.steps ({STEPS} before, now {STEPS + 1})\n" in said
     config = Config.load(RECIPES / "ppo-tiny.toml")
@@ -154,6 +154,9 @@ def test_what_may_change_on_resume_takes_effect_and_the_algorithm_may_not(tmp_pa
     other = State(Context(config, roles=None), Sampler(prompts, config.run.seed))
     with pytest.raises(rolecall.UserError, match=r"was trained by grpo: it cannot be resumed with .* = 'ppo'"):
         other.load(resumed.checkpoint)
+    fewer = Context(Config.load(RECIPES / "grpo-tiny.toml", {"run.steps": STEPS}), roles=None)
+    with pytest.raises(rolecall.UserError, match=f"is {STEPS + 1} steps on, and run.steps = {STEPS}"):
+        State(fewer, other.sampler).load(resumed.checkpoint)
 
 
 @pytest.mark.slow

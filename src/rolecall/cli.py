@@ -36,8 +36,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its newest checkpoint")] = False,
 ) -> None:
     """Train as FILE says; any field is overridden by [bold]--section.key value[/bold] (docs/configuration.md)."""
-    config = Config.load(file, context.args)  # before what takes seconds to import: a mistake in it shows at once
-    rolecall.train(config, resume=resume)
+    _train(Config.load(file, context.args), resume)  # before what takes seconds to import: a mistake shows at once
 
 
 @app.command(context_settings=OVERRIDES)
@@ -47,7 +46,7 @@ def demo(context: typer.Context) -> None:
         config = Config.load(file, context.args)
     if "run.dir" not in parse_overrides(context.args):
         config.run.dir = str(_unused(Path("runs/demo")))
-    rolecall.train(config)
+    _train(config)
 
 
 @app.command("eval", context_settings=OVERRIDES)
@@ -121,9 +120,17 @@ def main() -> None:
     except (UserError, RunError) as error:
         _complain(str(error))
         sys.exit(2 if isinstance(error, UserError) else 1)
-    except SystemExit as end:
-        if end.code == 130:  # what typer makes of Ctrl-C
-            _complain("Stopped. It continues from its newest checkpoint: rolecall train RUN/config.toml --resume.")
+
+
+def _train(config: Config, resume: bool = False) -> None:
+    try:
+        rolecall.train(config, resume=resume)
+    except KeyboardInterrupt:
+        run = Path(config.run.dir or "runs/run")
+        if any(run.glob("checkpoints/step-*")):
+            _complain(f"Stopped. It continues from its newest checkpoint: rolecall train {run}/config.toml --resume.")
+        else:
+            _complain(f"Stopped before its first checkpoint, which run.save_every = {config.run.save_every} sets.")
         raise
 
 

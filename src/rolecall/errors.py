@@ -28,7 +28,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a mistyped name: `` Did you mean 'temperature'?``, or the list of what is known."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known) or 'none'}."
 
 
 def check_known(what: str, name: str, known: Iterable[str]) -> None:

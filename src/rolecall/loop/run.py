@@ -95,6 +95,8 @@ class State:
         self.step = state["step"]
         self.sampler.restore(state["sampler"])
         config = self.context.config
+        if self.step > config.run.steps:
+            raise UserError(f"{folder} is {self.step} steps on, and run.steps = {config.run.steps}. Raise --run.steps.")
         if state["algorithm"] != config.algorithm.name:
             raise UserError(
                 f"{folder} was trained by {state['algorithm']}: it cannot be resumed with algorithm.name = "
@@ -144,7 +146,9 @@ def train(config: Config, *, resume: bool = False) -> Run:
             console.note(f"weight sync: {state.context.sync.way}")
             if start:
                 state.load(start)
-                console.note(_changes(run_dir, config))
+                console.note(f"resumed at step {state.step}, {_changes(run_dir, config)}")
+            elif resume:
+                console.note(f"{run_dir} has no checkpoint yet: the run starts anew")
             with _recording(run_dir, state, console) as log:
                 _loop(run_dir, state, heldout, log, console)
             console.status("saving the model")
@@ -182,7 +186,7 @@ def _changes(run_dir: Path, config: Config) -> str:
     )
     keys = [key for key in before | now if before.get(key) != now.get(key)]
     changed = ", ".join(f"{key} ({before.get(key, 'not set')} before, now {now.get(key, 'not set')})" for key in keys)
-    return f"resumed, configured as before{f' but for {changed}' if changed else ''}"
+    return f"configured as before{f' but for {changed}' if changed else ''}"
 
 
 @contextmanager

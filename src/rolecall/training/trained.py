@@ -178,9 +178,9 @@ class Trained:
         (On a GPU later steps are bit for bit the same only under ``torch.use_deterministic_algorithms``.)
 
         Raises:
-            UserError: the checkpoint's weights are an adapter that this model does not have, or it has one, they none;
-                or its moments are of another optimizer; or one process saved it and this is one of several, or the
-                other way round.
+            UserError: the checkpoint's weights are another model's, or an adapter that this model does not have, or it
+                has one, they none; or its moments are of another optimizer; or one process saved it and this is one of
+                several, or the other way round.
         """
         folder = Path(folder)
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
@@ -204,6 +204,12 @@ class Trained:
             optimizer["adam"]["state"] = shards["adam"]
         else:
             weights = safetensors.torch.load_file(folder / "weights.safetensors", device=str(self.device))
+            for name, parameter in self._trained_parameters():
+                if name not in weights or weights[name].shape != parameter.shape:
+                    raise UserError(
+                        f"{folder} holds another model than model.path = {self.config.model.path!r}: {name} of "
+                        f"{list(parameter.shape)} is not there. Leave model.path as it was, or start a new run."
+                    )
             with torch.no_grad():
                 for name, parameter in self._trained_parameters():
                     parameter.copy_(weights[name])
