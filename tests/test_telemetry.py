@@ -249,12 +249,12 @@ def test_a_live_run_goes_through_and_ends_with_the_answers(tmp_path):
     console, output = shown(120, terminal=True)
     with console:
         console.status("reading the data")
-        console.note("2 prompts [left] out")
+        console.note("2 prompts [left] out of runs/:fire:/x")
         for step in range(1, 5):
             console.step(step, STEP)
         console.summary(tmp_path)
     text = output.export_text()
-    assert "2 prompts [left] out" in text
+    assert "2 prompts [left] out of runs/:fire:/x" in text
     assert [line.split() for line in text.splitlines() if "[bold]a?" in line] == [
         ["[bold]a?", "[bold]a@0.0", "0.00", "[bold]a@4.0", "1.00"]
     ]
