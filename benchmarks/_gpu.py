@@ -190,7 +190,7 @@ def commits(row: Row, parts: Sequence[str] = ()) -> str:
             what was noted for the whole row.
     """
     whole = row.get("commit", "unknown")
-    return ", ".join(dict.fromkeys(row.get(f"{part}_commit", whole) for part in parts)) or whole
+    return ", ".join(dict.fromkeys(str(row.get(f"{part}_commit", whole)) for part in parts)) or whole
 
 
 def earlier(name: str, out: Path) -> dict[str, Any]:
