@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -126,7 +125,7 @@ def _kill(session: int) -> None:
 @contextlib.contextmanager
 def _watching(pid: int) -> Iterator[Callable[[], float]]:
     """Poll the memory held on the GPU (without one: by the process and its children); the most so far, in GiB."""
-    done, most = threading.Event(), [0.0]
+    done, most = threading.Event(), [_held(pid)]  # once here, where an error ends the benchmark
 
     def watch() -> None:
         while not done.wait(0.1):
@@ -140,12 +139,18 @@ def _watching(pid: int) -> Iterator[Callable[[], float]]:
 
 
 def _held(pid: int) -> float:
-    if shutil.which("nvidia-smi"):  # not torch, whose CUDA context would be part of what is measured
+    if _on_gpu():
+        # Asked of the driver, not of torch, whose CUDA context would be part of what is measured.
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         if mine := os.environ.get("CUDA_VISIBLE_DEVICES"):  # others' are no part of it
             query.append(f"--id={mine}")
-        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
-        return sum(float(mib) for mib in found) / 2**10
+        found = subprocess.run(query, capture_output=True, text=True, check=False)
+        if found.returncode:
+            raise UserError(
+                f"nvidia-smi cannot tell the memory of the GPUs in CUDA_VISIBLE_DEVICES = {mine!r}: "
+                f"{found.stdout.strip()} Write their numbers or whole UUIDs, or leave it unset for all GPUs."
+            )
+        return sum(map(float, found.stdout.split())) / 2**10
     held = 0
     with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
         process = psutil.Process(pid)
@@ -162,9 +167,14 @@ def _commit() -> str:
 
 
 def machine() -> str:
-    """Of a results file's name: "h200". Without a GPU "dry-run", as its figures only show that all runs."""
-    gpu = collect()["gpu"].split(", ")[0]
-    return "dry-run" if gpu == "none" else gpu.split()[-1].lower()
+    """Of a results file's name: "h200". Where torch sees no GPU "dry-run", as its figures only show that all runs."""
+    return collect()["gpu"].split(", ")[0].split()[-1].lower() if _on_gpu() else "dry-run"
+
+
+def _on_gpu() -> bool:
+    from rolecall import models  # with torch, which takes seconds: not in each part, only in who runs them
+
+    return models.device().type == "cuda"
 
 
 def about(figures: str) -> str:
@@ -182,6 +192,17 @@ def check_installed(packages: Iterable[str]) -> None:
     for package in packages:
         if not (installed(package) or installed(f"{package}-cpu")):
             raise UserError(f"{package} is not installed: pip install -e '.[{extras[package]}]', or leave it out.")
+
+
+def commits(row: Row, parts: Sequence[str] = ()) -> str:
+    """Of the code that a row was measured with, for its table; unknown of rows older than such notes.
+
+    Args:
+        parts: whose figures are in the row, where they may come from several runs: of each PART_commit is known, or
+            what was noted for the whole row.
+    """
+    whole = row.get("commit", "unknown")
+    return ", ".join(dict.fromkeys(str(row.get(f"{part}_commit", whole)) for part in parts)) or whole
 
 
 def earlier(name: str, out: Path) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def run(
 
 def _line(row: Row) -> str:
     cells = [row["size"], MODES[row["mode"]], f"{row['s_per_step']:.2f}", step.stage_seconds(row)]
-    cells += [f"{row['peak_gib']:.1f}", row["commit"]]
+    cells += [f"{row['peak_gib']:.1f}", _gpu.commits(row)]
     return f"| {' | '.join(cells)} |"
 
 

@@ -101,7 +101,7 @@ def _held() -> float:
 def _line(row: Row) -> str:
     cells = [row["size"], "all weights" if row["trains"] == "all" else f"LoRA of rank {RANK}"]
     cells += [f"{row[part]:.1f}" for part in PARTS]
-    cells += [f"{row['peak_gib']:.1f}", f"{row['generate_s']:.2f}", f"{row['update_s']:.2f}", row["commit"]]
+    cells += [f"{row['peak_gib']:.1f}", f"{row['generate_s']:.2f}", f"{row['update_s']:.2f}", _gpu.commits(row)]
     return f"| {' | '.join(cells)} |"
 
 

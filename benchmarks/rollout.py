@@ -20,6 +20,7 @@ from rolecall.samples import Request, Sampling
 GROUP = 8
 ENDS = [_models.END, _models.OFTEN]
 KEYS = ("size", "n", "out", "lengths")
+SYSTEMS = ("native", "vllm", "invariant")
 HEADS = (
     "size", "sequences", "tokens out", "lengths", "native tok/s", "vLLM tok/s", "ratio", "ms a step", "floor, ms",
     "mean lengths", "invariant tok/s", "commit",
@@ -44,7 +45,7 @@ def run(
     """
     _models.check_sizes(size)
     for by in system:
-        check_known("system", by, ("native", "vllm", "invariant"))
+        check_known("system", by, SYSTEMS)
     _gpu.check_installed("vllm" for by in system if by == "vllm")
     for kind in lengths:
         check_known("lengths", kind, ("fixed", "geometric"))
@@ -59,6 +60,7 @@ def run(
         rates = row.pop("rates", None)
         if rates:
             result["rates"] = rates
+        row[f"{_measured(row)[0]}_commit"] = row.pop("commit")
         row = _gpu.merge(result["rows"], row, KEYS)
         if "native_tok_s" in row and "vllm_tok_s" in row:
             row["ratio"] = row["native_tok_s"] / row["vllm_tok_s"]
@@ -181,6 +183,10 @@ def _vllm(path: str, context: int, most: int) -> Callable[[int, int, bool], Gene
     return for_shape
 
 
+def _measured(row: Row) -> list[str]:
+    return [system for system in SYSTEMS if f"{system}_tok_s" in row]
+
+
 def _line(row: Row) -> str:
     def number(key: str, digits: int = 0) -> str:
         return f"{row[key]:.{digits}f}" if key in row else ""
@@ -188,7 +194,7 @@ def _line(row: Row) -> str:
     cells = [row["size"], row["n"], row["out"], row["lengths"], number("native_tok_s"), number("vllm_tok_s")]
     cells += [number("ratio", 2), number("ms", 2), number("floor_ms", 2)]
     cells.append(" / ".join(number(key) for key in ("native_mean_length", "vllm_mean_length") if key in row))
-    cells += [number("invariant_tok_s"), row["commit"]]
+    cells += [number("invariant_tok_s"), _gpu.commits(row, _measured(row))]
     return f"| {' | '.join(map(str, cells))} |"
 
 

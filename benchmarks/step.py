@@ -150,13 +150,14 @@ def _ratios(rows: list[Row]) -> dict[str, float]:
 
 
 def stage_seconds(row: Row) -> str:
-    return ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in row["stages"].items() if seconds >= 0.005)
+    stages = row.get("stages", {})  # rows of older versions have none for TRL
+    return ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in stages.items() if seconds >= 0.005)
 
 
 def _line(row: Row) -> str:
     mismatch = f"{row['mismatch']:.4f}" if row["mismatch"] is not None else ""
     cells = [row["size"], row["system"], f"{row['s_per_step']:.2f}", f"{row['steps'][0]:.1f}", f"{row['peak_gib']:.1f}"]
-    cells += [f"{row['mean_length']:.0f}", mismatch, stage_seconds(row), row["commit"]]
+    cells += [f"{row['mean_length']:.0f}", mismatch, stage_seconds(row), _gpu.commits(row)]
     return f"| {' | '.join(cells)} |"
 
 

@@ -14,13 +14,14 @@ from benchmarks import _gpu, _models, write
 from benchmarks._gpu import PROMPT, Part, Row
 from benchmarks._models import SIZES, Size
 from rolecall.config import Config
-from rolecall.errors import check_known
+from rolecall.errors import UserError, check_known
 from rolecall.roles.actor import Actor
 from rolecall.samples import Sample
 
 PROMPTS, GROUP, RESPONSE = 32, 8, 256
 SEGMENT, PART = 2048, 241  # a group of 8 such responses has 128 + 8 * 240 tokens in a packed batch
 REPEATS = 3
+SECONDS = {"ordinary": "s", "invariant": "invariant_s"}  # of a row, by mode
 COLUMNS = {
     "s": ".3f", "tok_s": ",.0f", "computed_tok_s": ",.0f", "mfu": ".1%", "mfu_samples": ".1%", "peak_gib": ".1f",
     "invariant_s": ".3f",
@@ -43,7 +44,9 @@ def run(
         mode: "invariant" is with ``model.batch_invariant``, of which the time alone goes into the row.
     """
     for one in mode:
-        check_known("mode", one, ("ordinary", "invariant"))
+        check_known("mode", one, SECONDS)
+    if "head" in size and "invariant" in mode:
+        raise UserError(f"--size {','.join(size)}: of 'head' the memory is measured, not the time in invariant mode.")
     _models.check_sizes(size)
     name = f"training-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": [], "head": []} | _gpu.earlier(name, out)
@@ -56,6 +59,7 @@ def run(
     for row, _ in _gpu.measure(parts):
         result["matmul"] = row.pop("matmul")
         key = "head" if row["size"] == "head" else "rows"
+        row[f"{_modes(row)[0]}_commit"] = row.pop("commit")
         row = _gpu.merge(result[key], row, ("size", "micro_tokens"))
         print(_head_line(row) if key == "head" else _line(row), flush=True)
         write(name, result, _table(result), out, "rolecall bench training")
@@ -134,10 +138,14 @@ def _samples(groups: int, response: int, shape: Size, repeat: int) -> list[Sampl
     return samples
 
 
+def _modes(row: Row) -> list[str]:
+    return [mode for mode, seconds in SECONDS.items() if seconds in row]
+
+
 def _line(row: Row) -> str:
     cells = [row["size"], f"{row['micro_tokens']:,}"]
     cells += [format(row[key], digits) if key in row else "" for key, digits in COLUMNS.items()]
-    return f"| {' | '.join([*cells, row['commit']])} |"
+    return f"| {' | '.join([*cells, _gpu.commits(row, _modes(row))])} |"
 
 
 def _head_line(row: Row) -> str:

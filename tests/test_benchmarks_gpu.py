@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from rolecall.config import Config
 from rolecall.data import load_prompts
 from rolecall.errors import RunError, UserError
 from rolecall.samples import Request, Sampling
+from rolecall.telemetry import versions
 from vllm_here import needs_vllm
 
 # 1 layer of width 4 with 2 heads of size 2, one of them for keys and values; an MLP of width 8; 10 words.
@@ -56,7 +58,7 @@ def test_rows_of_a_part_come_with_what_a_library_prints_left_out(module):
     )
     found = list(_gpu.measure([Part(name, {"n": 2}), Part(name, {"n": 1})]))
     assert [(row["i"], row["n"]) for row, _ in found] == [(0, 2), (1, 2), (0, 1)]
-    assert {len(row["commit"].removesuffix("+")) for row, _ in found} == {7}
+    assert {row["commit"].removesuffix("+") for row, _ in found} == {versions.collect()["commit"][:7]}
     assert all(peak > 0.1 for _, peak in found)  # GiB
 
 
@@ -109,13 +111,43 @@ def wait_for(done, seconds=30.0):
         time.sleep(0.1)
 
 
-def test_what_the_driver_says_of_a_gpu(tmp_path, monkeypatch):
-    says = 'case "$1" in *memory*) printf "1024\\n512\\n";; *name*) printf "NVIDIA H200\\nNVIDIA H200\\n";; esac'
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{says}\n")
+@pytest.fixture
+def two_gpus(tmp_path, monkeypatch):
+    """A driver that knows two GPUs, with 1 and 0.5 GiB in use."""
+    (tmp_path / "nvidia-smi").write_text(
+        textwrap.dedent(
+            """\
+            #!/bin/sh
+            case "$*" in
+              *query-gpu=name*) printf "NVIDIA H200\\nNVIDIA H200\\n";;
+              *--id=0,1) printf "1024\\n512\\n";;
+              *--id=1|*--id=GPU-1b) printf "512\\n";;
+              *--id=*) echo "No devices were found"; exit 6;;
+              *) printf "1024\\n512\\n";;
+            esac
+            """
+        )
+    )
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert _gpu.machine() == "h200"
-    assert _gpu._held(os.getpid()) == 1.5
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"))
+
+
+@pytest.mark.parametrize(
+    ("mine", "gib"), [(None, 1.5), ("0,1", 1.5), ("1", 0.5), ("GPU-1b", 0.5), ("7", None), ("", "dry"), ("-1", "dry")]
+)
+def test_the_memory_in_use_is_that_of_the_gpus_that_torch_may_use(two_gpus, module, monkeypatch, mine, gib):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if mine is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mine)
+    part = Part(module("def measure():\n    yield {}\n"), {})
+    if gib is None:
+        with pytest.raises(UserError, match=r"CUDA_VISIBLE_DEVICES = '7': No devices were found Write their numbers"):
+            list(_gpu.measure([part]))
+        return
+    assert _gpu.machine() == ("dry-run" if gib == "dry" else "h200")
+    ((_, peak),) = _gpu.measure([part])
+    assert 0 < peak < 0.5 if gib == "dry" else peak == gib
 
 
 def test_a_row_is_added_to_the_one_with_its_keys():
@@ -125,6 +157,38 @@ def test_a_row_is_added_to_the_one_with_its_keys():
     }  # fmt: skip
     _gpu.merge(rows, {"size": "7B", "n": 512}, ("size", "n"))
     assert [row["n"] for row in rows] == [64, 512]
+
+
+def test_a_row_of_several_runs_names_the_commit_of_each(tmp_path, monkeypatch):
+    def measured(part):
+        by = part.arguments["system"]
+        known = {"size": "tiny", "n": 8, "out": 16, "lengths": "fixed"}
+        yield known | {f"{by}_tok_s": 1.0, f"{by}_mean_length": 16.0}, 1.0
+
+    monkeypatch.setattr(_gpu, "_run", measured)
+    cells = []
+    for commit, systems in (("a", ["native", "vllm"]), ("b", ["native"]), ("c", ["invariant"]), ("b", ["vllm"])):
+        monkeypatch.setattr(_gpu, "_commit", lambda commit=commit: commit)
+        rollout.run(tmp_path, size=["tiny"], system=systems)
+        cells.append(table(tmp_path, "rollout")[0][2].split(" | ")[-1])
+    assert cells == ["a |", "b, a |", "b, a, c |", "b, c |"]
+
+
+RESULTS = Path(_gpu.__file__).parent / "results"
+
+
+@pytest.mark.parametrize("benchmark", [decoupling, memory, rollout, step, training])
+def test_rows_of_an_older_version_stay_in_the_table(benchmark):
+    """Which noted no commits, and no stages of TRL's."""
+    name = benchmark.__name__.split(".")[-1]
+    file = RESULTS / ("decoupling.json" if benchmark is decoupling else f"{name}-h200.json")
+    figures = json.loads(file.read_text())
+    old = [
+        {key: value for key, value in row.items() if not key.endswith(("commit", "stages" if "system" in row else "-"))}
+        for row in figures["rows"]
+    ]
+    lines = [line for line in benchmark._table(figures | {"rows": old}).splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[-1] for line in lines[1 : len(old) + 1]] == ["unknown |"] * len(old)
 
 
 def test_options_of_a_benchmark_have_the_type_of_their_default():
@@ -159,6 +223,11 @@ def test_without_a_gpu_a_benchmark_does_not_begin(benchmark, tmp_path):
         (rollout, {"n": [64, 100]}, "--n 100: sequences come in groups of 8"),
         (rollout, {"n": [0]}, "--n 0"),
         (step, {"system": ["trl-sleeps"]}, "Did you mean 'trl-sleep'"),
+        (
+            training,
+            {"size": ["tiny", "head"], "mode": ["ordinary", "invariant"]},
+            "--size tiny,head: of 'head' the mem",
+        ),
         (step, {"steps": [2]}, "--steps 2: the first 2 do not count"),
         (decoupling, {"mode": ["vlm"]}, "Unknown mode 'vlm'. Did you mean 'vllm'"),
         (decoupling, {"steps": [1]}, "--steps 1"),

@@ -48,16 +48,30 @@ def test_how_weights_can_travel_here(monkeypatch, tmp_path, gpus, gpu_ways):
     assert f"shared memory ({tempfile.gettempdir()}, 0.1 GiB free)" in doctor._ways()
 
 
-def test_kernels_for_a_gpu_need_a_compiler_and_pythons_headers(monkeypatch, tmp_path):
-    monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    check = doctor._compiler()
-    assert (check.status, check.detail) == ("missing", "Triton's kernels need one, and there is no Python.h")
-    (tmp_path / "Python.h").touch()
-    assert (doctor._compiler().status, doctor._compiler().detail) == ("ok", "cc, which Triton's kernels need")
-    monkeypatch.delenv("CC")
+@pytest.mark.parametrize(
+    ("cc", "there", "says", "fix"),
+    [
+        (None, ["gcc", "Python.h"], "gcc, which Triton's kernels need", ""),
+        (None, ["clang", "Python.h"], "clang, which", ""),
+        (None, ["gcc"], "need it, and there is no {}/Python.h", "apt install gcc python3-dev"),
+        (None, ["cc", "Python.h"], "there is no C compiler 'gcc' or 'clang'", "apt install gcc python3-dev"),
+        ("cc", ["cc", "Python.h"], "cc, which", ""),
+        ("no-such-cc", ["gcc", "Python.h"], "there is no C compiler 'no-such-cc'", "unset CC"),
+        ("", ["gcc", "Python.h"], "there is no C compiler ''", "unset CC"),  # Triton runs it, whatever it is
+    ],
+)
+def test_kernels_for_a_gpu_need_a_compiler_and_pythons_headers(monkeypatch, tmp_path, cc, there, says, fix):
+    for name in there:
+        (tmp_path / name).touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor._compiler().detail.endswith("there is no C compiler")
+    monkeypatch.delenv("CC", raising=False)
+    if cc is not None:
+        monkeypatch.setenv("CC", cc)
+    headers = {("include", "posix_prefix"): str(tmp_path)}  # Triton's scheme, also where Python's own is another
+    monkeypatch.setattr(sysconfig, "get_path", lambda *asked: headers[asked])
+    check = doctor._compiler()
+    assert says.format(tmp_path) in check.detail and fix in check.fix
+    assert (check.status == "ok") == (check.fix == "") == (fix == "")
 
 
 NEEDS = ["torch==2.13.0+cpu; platform_system != 'none'", "torch==1.0; platform_system == 'none'", "transformers<5.20"]

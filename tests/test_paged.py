@@ -304,6 +304,7 @@ def _shape(dtype: torch.dtype, heads: int = 4, kv_heads: int = 2, width: int = 1
     ("rows", "heads", "kv_heads", "width", "window", "dtype"),
     [
         (3, 4, 2, 16, None, torch.float32),
+        (3, 4, 2, 8, None, torch.bfloat16),  # narrower than what a tensor core multiplies
         (2, 14, 2, 64, None, torch.bfloat16),  # split along the sequence
         (5, 6, 1, 80, 40, torch.bfloat16),  # a width that is no power of two, a window
         (600, 28, 4, 128, None, torch.bfloat16),

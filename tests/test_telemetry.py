@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -191,6 +192,52 @@ def test_versions_name_what_ran():
     assert versions.installed("no-such-package-here") is None
 
 
+def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
+    """A copy of it in a checkout: what a benchmark adds to its results is no change of the code."""
+    code, results = tmp_path / "src/rolecall/telemetry/versions.py", tmp_path / "benchmarks/results/step.json"
+    for path, text in (
+        (code, Path(versions.__file__).read_text()),
+        (results, "{}"),
+        (tmp_path / "benchmarks/a.py", ""),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def commit() -> str:
+        ask = "import runpy, sys; print(runpy.run_path(sys.argv[1])['collect']()['commit'])"
+        return subprocess.run([sys.executable, "-c", ask, code], capture_output=True, text=True, check=True).stdout[:-1]
+
+    def git(*command: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(
+            ["git", "-C", tmp_path, *who, *command], capture_output=True, text=True, check=True
+        ).stdout
+
+    assert commit() == "none"  # no checkout
+    git("init")
+    assert commit() == "none"  # somebody else's
+    git("add", "src")
+    assert commit() == "none"  # nothing committed yet
+    git("add", ".")
+    git("commit", "-m", "all")
+    git("tag", "v1")
+    head = git("rev-parse", "HEAD")[:-1]
+    assert len(head) == 40 and commit() == head
+    results.write_text("{1}")
+    assert commit() == head
+    (tmp_path / "benchmarks/a.py").write_text("1")
+    assert commit() == f"{head}-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit() == "none"  # no git
+
+
+def test_a_driver_that_fails_has_no_gpu(tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert versions.collect()["gpu"] == "none"
+
+
 def shown(width: int, terminal: bool) -> tuple[Console, RichConsole]:
     output = RichConsole(width=width, force_terminal=terminal, record=True, highlight=False, file=io.StringIO())
     return Console(Config(run={"steps": 4, "dir": "runs/x"}, algorithm={"kl_beta": 0.1}), output), output
@@ -249,12 +296,12 @@ def test_a_live_run_goes_through_and_ends_with_the_answers(tmp_path):
     console, output = shown(120, terminal=True)
     with console:
         console.status("reading the data")
-        console.note("2 prompts [left] out")
+        console.note("2 prompts [left] out of runs/:fire:/x")
         for step in range(1, 5):
             console.step(step, STEP)
         console.summary(tmp_path)
     text = output.export_text()
-    assert "2 prompts [left] out" in text
+    assert "2 prompts [left] out of runs/:fire:/x" in text
     assert [line.split() for line in text.splitlines() if "[bold]a?" in line] == [
         ["[bold]a?", "[bold]a@0.0", "0.00", "[bold]a@4.0", "1.00"]
     ]

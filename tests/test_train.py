@@ -16,7 +16,7 @@ import rolecall
 from rolecall import models
 from rolecall.config import Config
 from rolecall.data import Sampler, load_prompts
-from rolecall.loop.run import State
+from rolecall.loop.run import State, _changes
 from rolecall.loop.stages import Context
 from rolecall.telemetry.logs import read
 
@@ -157,6 +157,36 @@ def test_what_may_change_on_resume_takes_effect_and_the_algorithm_may_not(tmp_pa
     fewer = Context(Config.load(RECIPES / "grpo-tiny.toml", {"run.steps": STEPS}), roles=None)
     with pytest.raises(rolecall.UserError, match=f"is {STEPS + 1} steps on, and run.steps = {STEPS}"):
         State(fewer, other.sampler).load(resumed.checkpoint)
+
+
+BOTH = Config(data={"system": "[b]one\ntwo"}, cluster={"pools": {"all": {"roles": ["actor", "rollout", "reward"]}}})
+
+
+@pytest.mark.parametrize(
+    ("before", "says"),
+    [
+        (BOTH.to_toml(), "configured as before"),
+        (BOTH.to_toml().replace("[b]one", "[b]no"), r'but for data.system ("[b]no\ntwo" before, now "[b]one\ntwo")'),
+        ("old = 1\n" + BOTH.to_toml(), "but for old (1 before, now not set)"),  # of another version, as is the next
+        (
+            BOTH.to_toml() + "[gone]\nwhen = 1979-05-27\n",
+            "but for gone.when (datetime.date(1979, 5, 27) before, now not",
+        ),
+        (BOTH.to_toml().replace("lam = 0.95\n", ""), "but for algorithm.lam (not set before, now 0.95)"),
+        (BOTH.to_toml().replace("processes = 1", "processes = 2"), "for cluster.pools.all.processes (2 before, now "),
+        (BOTH.to_toml() + '[cluster.pools.more]\nroles = ["critic"]\n', 'more.roles (["critic"] before, now not set)'),
+        ("", 'but for model.path (not set before, now "smollm2-135m-instruct"), '),
+        (BOTH.to_toml()[:200], "is not known, as RUN/config.toml cannot be read: "),  # cut in the middle of a string
+        (b"[data]\nsystem = '\xff'\n", "is not known, as RUN/config.toml cannot be read: 'utf-8' codec"),
+        (None, "is not known, as RUN/config.toml cannot be read: [Errno 2] No such file"),
+    ],
+)
+def test_a_resumed_run_tells_what_its_folder_can_say_of_before(tmp_path, before, says):
+    if before is not None:
+        (tmp_path / "config.toml").write_bytes(before.encode() if isinstance(before, str) else before)
+    said = _changes(tmp_path, BOTH).replace(str(tmp_path), "RUN")
+    assert says in said and "\n" not in said
+    assert (said == says) == (before == BOTH.to_toml())
 
 
 @pytest.mark.slow

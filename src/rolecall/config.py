@@ -353,7 +353,7 @@ class Config(Section):
         if not file.is_file():
             raise UserError(f"Configuration file {str(path)!r} does not exist. Examples are in recipes/.")
         try:
-            raw = tomllib.loads(file.read_text())
+            raw = tomllib.loads(file.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not valid TOML: {error}") from None
         for name, section in raw.items():

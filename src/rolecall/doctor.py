@@ -141,14 +141,18 @@ def _devices() -> Iterator[Check]:
 
 
 def _compiler() -> Check:
-    """Triton, which makes the kernels for a GPU, compiles a launcher for each with the machine's C compiler."""
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if compiler and header.exists():
-        return Check("Devices", "compiler", "ok", f"{compiler}, which Triton's kernels need")
-    wanted = "Python.h" if compiler else "C compiler"
+    """Triton, which makes the kernels for a GPU, compiles a launcher for each: is there what it looks for?"""
+    chosen = os.environ.get("CC")
+    compilers = ["gcc", "clang"] if chosen is None else [chosen]
+    found = next(filter(shutil.which, compilers), None)
+    header = Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h"
+    if found and header.exists():
+        return Check("Devices", "compiler", "ok", f"{found}, which Triton's kernels need")
+    lacks = header if found else f"C compiler {' or '.join(map(repr, compilers))}"
     fix = "install gcc and Python's headers (on Debian and Ubuntu: apt install gcc python3-dev)"
-    return Check("Devices", "compiler", "missing", f"Triton's kernels need one, and there is no {wanted}", fix)
+    if chosen is not None and not found:
+        fix = "unset CC, or set it to a C compiler's path"
+    return Check("Devices", "compiler", "missing", f"Triton's kernels need it, and there is no {lacks}", fix)
 
 
 def _ways() -> Iterator[str]:

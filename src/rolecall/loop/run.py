@@ -18,9 +18,11 @@ from rolecall import cluster, data, models
 from rolecall.config import Config
 from rolecall.data.functions import load_function
 from rolecall.errors import UserError
+from rolecall.files import atomic_write
 from rolecall.loop import evaluation
 from rolecall.loop.stages import Context, synchronise
 from rolecall.loop.synchronous import take_step
+from rolecall.overrides import toml_value
 from rolecall.samples import Prompt
 from rolecall.telemetry import logs, report, trackers, versions
 from rolecall.telemetry.console import Console
@@ -180,13 +182,24 @@ def _loop(run_dir: Path, state: State, heldout: list[Prompt], log: logs.MetricsL
 
 def _changes(run_dir: Path, config: Config) -> str:
     """What a resumed run is told otherwise than before, as its folder has it (which an older version may have made)."""
-    before, now = (
-        {f"{section}.{key}": value for section, fields in tomllib.loads(text).items() for key, value in fields.items()}
-        for text in ((run_dir / "config.toml").read_text(), config.to_toml())
-    )
+    file = run_dir / "config.toml"
+    try:
+        before = dict(_fields(tomllib.loads(file.read_text(encoding="utf-8"))))
+    except (OSError, ValueError) as error:  # not there, not UTF-8, not TOML: the checkpoint is what a resume needs
+        return f"how it was configured before is not known, as {file} cannot be read: {error}"
+    now = dict(_fields(tomllib.loads(config.to_toml())))
     keys = [key for key in before | now if before.get(key) != now.get(key)]
     changed = ", ".join(f"{key} ({before.get(key, 'not set')} before, now {now.get(key, 'not set')})" for key in keys)
     return f"configured as before{f' but for {changed}' if changed else ''}"
+
+
+def _fields(section: dict[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """``{"a": {"b": 1}, "c": "d"}`` -> ``("a.b", '1'), ("c", '"d"')``."""
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _fields(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", toml_value(value)
 
 
 @contextmanager
@@ -194,9 +207,9 @@ def _recording(run_dir: Path, state: State, console: Console) -> Iterator[logs.M
     """The run's folder with its configuration and open logs; lines of steps that will be done again are dropped."""
     config = state.context.config
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.toml").write_text(config.to_toml())
+    atomic_write(run_dir / "config.toml", config.to_toml())
     made_with = versions.collect() | {"weight sync": state.context.sync.way}
-    (run_dir / "versions.json").write_text(json.dumps(made_with, indent=2))
+    atomic_write(run_dir / "versions.json", json.dumps(made_with, indent=2))
     logs.truncate(run_dir, state.step or -1)
     log = logs.MetricsLog(run_dir, config)
     try:

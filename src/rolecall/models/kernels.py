@@ -128,7 +128,7 @@ def attention(query: Tensor, kv_heads: int, where: Where, page: int, scale: floa
     group = heads // kv_heads
     out = query.new_empty(query.shape)
     shape = {"HEADS": kv_heads, "GROUP": group, "WIDTH": width, "WINDOW": window, "PAGE_SIZE": page, "UNIT": ALIGNED}
-    padded = {"GROUP_PAD": max(16, triton.next_power_of_2(group)), "WIDTH_PAD": triton.next_power_of_2(width)}
+    padded = {"GROUP_PAD": padded_size(group), "WIDTH_PAD": padded_size(width)}
     blocks = {"BLOCK_SIZE": BLOCK, "num_warps": WARPS, "num_stages": STAGES}
     given = query, *where, out, scale, query.stride(0)
     _attend[(n, kv_heads)](*given, PRECISION=precision(query), **shape, **padded, **blocks)
@@ -221,6 +221,11 @@ def _token_logprob(logits, targets, temperature, out, size, CHUNK_SIZE: tl.const
         sums += tl.exp(tl.load(logits + at, mask=at < size, other=-float("inf")) / heat - largest)
     chosen = tl.load(logits + tl.load(targets + row)) / heat
     tl.store(out + row, chosen - largest - tl.log(tl.sum(sums, 0)))
+
+
+def padded_size(size: int) -> int:
+    """Of a side of what ``tl.dot`` multiplies: a power of two, and no less than its 16."""
+    return max(16, triton.next_power_of_2(size))
 
 
 def precision(x: Tensor) -> str:

@@ -65,7 +65,7 @@ class Console:
 
     def note(self, text: str) -> None:
         """Something to remember: a line that stays."""
-        self._output.print(text, markup=False, soft_wrap=True)
+        self._output.print(text, markup=False, emoji=False, soft_wrap=True)
 
     def evaluated(self, accuracy: float) -> None:
         """Held-out accuracy outside a step's metrics (before training)."""

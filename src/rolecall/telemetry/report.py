@@ -69,7 +69,7 @@ def write(run_dir: str | Path) -> Path:
         stages=_stage_totals(steps),
         answers=logs.before_after(run_dir),
         samples=_samples(run_dir),
-        config=config.read_text() if config.exists() else "",
+        config=config.read_text(encoding="utf-8") if config.exists() else "",
         versions=json.loads(versions.read_text()) if versions.exists() else {},
     )
     path = run_dir / "report.html"
@@ -82,7 +82,7 @@ def _headline(steps: list[dict[str, Any]], heldout: dict[int, float], config: Pa
     accuracy = list(heldout.values())
     names = ("reward/mean", "time/step", "tokens_per_second", "memory/peak_gb")
     rewards, seconds, speeds, memory = (_series(steps, name)[1] for name in names)
-    total = f"of {tomllib.loads(config.read_text())['run']['steps']}" if config.exists() else ""
+    total = f"of {tomllib.loads(config.read_text(encoding='utf-8'))['run']['steps']}" if config.exists() else ""
     figures: list[Any] = [
         accuracy and ("Held-out accuracy", f"{accuracy[-1]:.3f}", f"{accuracy[0]:.3f} at the start"),
         rewards and ("Reward", f"{rewards[-1]:.3f}", f"{rewards[0]:.3f} at the start"),

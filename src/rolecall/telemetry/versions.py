@@ -31,11 +31,15 @@ def installed(package: str) -> str | None:
 
 
 def _commit() -> str:
-    """Of Rolecall's own checkout; empty when it was installed into somebody else's."""
-    here = str(Path(__file__).parent)
-    if not _output("git", "-C", here, "ls-files", Path(__file__).name):
+    """Of Rolecall's own checkout, with -dirty where its code was changed since (not where results were added to it).
+
+    Empty when it was installed into somebody else's.
+    """
+    git = ("git", "-C", str(Path(__file__).parent))
+    if not _output(*git, "ls-files", Path(__file__).name):
         return ""
-    return _output("git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    changed = _output(*git, "diff", "--name-only", "HEAD", "--", ":/src", ":/*.py")
+    return _output(*git, "rev-parse", "HEAD") + ("-dirty" if changed else "")
 
 
 def _cpu_name() -> str:
@@ -48,4 +52,5 @@ def _output(*command: str) -> str:
     """What a command prints; empty when it is not there or fails."""
     if shutil.which(command[0]) is None:
         return ""
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "" if done.returncode else done.stdout.strip()

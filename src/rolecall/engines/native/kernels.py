@@ -11,7 +11,7 @@ from torch import Tensor
 from rolecall.engines.native.pages import PAGE
 from rolecall.engines.native.sampling import Batch
 from rolecall.models.invariant import ALIGNED
-from rolecall.models.kernels import BLOCK, CHUNK, STAGES, WARPS, attend_pages, precision, together
+from rolecall.models.kernels import BLOCK, CHUNK, STAGES, WARPS, attend_pages, padded_size, precision, together
 
 PROGRAMS = 512  # that fill the GPU: fewer (row, head) pairs are split along the sequence
 
@@ -60,7 +60,7 @@ def paged_attention(
     # What each split gives to be merged: sums weighted by exp(score - largest), the largest, the weights' sum.
     sums = query.new_empty((n, heads, splits, width) if splits > 1 else (1,), dtype=torch.float32)
     stats = query.new_empty((n, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32)
-    padded = {"GROUP_PAD": max(16, triton.next_power_of_2(group)), "WIDTH_PAD": triton.next_power_of_2(width)}
+    padded = {"GROUP_PAD": padded_size(group), "WIDTH_PAD": padded_size(width)}
     _attend[(n, kv_heads, splits)](
         query,
         key,
