@@ -13,6 +13,7 @@ from benchmarks import _gpu, _models, write
 from benchmarks._gpu import PROMPT, Part, Row
 from rolecall import models
 from rolecall.config import Config
+from rolecall.errors import check_known
 from rolecall.roles.actor import Actor
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Request, Sampling
@@ -42,6 +43,8 @@ def run(
         lora: of the sizes those that train LoRA adapters; the others train all their weights.
     """
     _models.check_sizes(size)
+    for one in lora:
+        check_known("size", one, _models.SIZES)
     name = f"memory-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
     parts = [Part("benchmarks.memory", {"size": one, "trains": "lora" if one in lora else "all"}) for one in size]

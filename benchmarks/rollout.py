@@ -52,6 +52,8 @@ def run(
     for count in n:
         if count < GROUP or count % GROUP:
             raise UserError(f"--n {count}: sequences come in groups of {GROUP}.")
+    if repeats[0] < 1:
+        raise UserError(f"--repeats {repeats[0]}: nothing would be measured. Take 1 or more.")
     name = f"rollout-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
     shared = {"n": list(n), "lengths": list(lengths), "repeats": repeats[0]}

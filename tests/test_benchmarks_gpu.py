@@ -222,6 +222,8 @@ def test_without_a_gpu_a_benchmark_does_not_begin(benchmark, tmp_path):
         (rollout, {"lengths": ["geometrical"]}, "Did you mean 'geometric'"),
         (rollout, {"n": [64, 100]}, "--n 100: sequences come in groups of 8"),
         (rollout, {"n": [0]}, "--n 0"),
+        (rollout, {"repeats": [0]}, "--repeats 0: nothing would be measured"),
+        (memory, {"lora": ["7b"]}, "Unknown size '7b'. Known: 0.5B"),
         (step, {"system": ["trl-sleeps"]}, "Did you mean 'trl-sleep'"),
         (
             training,
