@@ -62,7 +62,8 @@ def measure(parts: Sequence[Part]) -> Iterator[tuple[Row, float]]:
     for part in parts:
         print(f"{part.module} {json.dumps(part.arguments)}", flush=True)
         try:
-            yield from ((row | {"commit": commit}, peak) for row, peak in _run(part))
+            for row, peak in _run(part):
+                yield row | {"commit": commit}, peak
         except RunError as error:
             print(error, flush=True)
             failed.append(str(error).splitlines()[0])
@@ -133,9 +134,11 @@ def _watching(pid: int) -> Iterator[Callable[[], float]]:
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
-    yield lambda: most[0]
-    done.set()
-    thread.join()
+    try:
+        yield lambda: most[0]
+    finally:
+        done.set()
+        thread.join()
 
 
 def _held(pid: int) -> float:
@@ -182,27 +185,20 @@ def about(figures: str) -> str:
     return TRIAL if machine() == "dry-run" else figures
 
 
-def check_installed(packages: Iterable[str]) -> None:
+def check_installed(package: str) -> None:
     """Refuse to measure what is not there.
 
     Raises:
-        UserError: a package is missing (for vLLM its build for a CPU will do).
+        UserError: TRL, or vLLM (its build for a CPU will do), is missing.
     """
-    extras = {"trl": "compare", "vllm": "vllm"}
-    for package in packages:
-        if not (installed(package) or installed(f"{package}-cpu")):
-            raise UserError(f"{package} is not installed: pip install -e '.[{extras[package]}]', or leave it out.")
+    if not (installed(package) or installed(f"{package}-cpu")):
+        extra = {"trl": "compare"}.get(package, package)
+        raise UserError(f"{package} is not installed: pip install -e '.[{extra}]', or leave it out.")
 
 
-def commits(row: Row, parts: Sequence[str] = ()) -> str:
-    """Of the code that a row was measured with, for its table; unknown of rows older than such notes.
-
-    Args:
-        parts: whose figures are in the row, where they may come from several runs: of each PART_commit is known, or
-            what was noted for the whole row.
-    """
-    whole = row.get("commit", "unknown")
-    return ", ".join(dict.fromkeys(str(row.get(f"{part}_commit", whole)) for part in parts)) or whole
+def commits(row: Row) -> str:
+    """Of the code that a row was measured with, each once: it may come from several runs."""
+    return ", ".join(dict.fromkeys(value for key, value in row.items() if key.endswith("commit")))
 
 
 def earlier(name: str, out: Path) -> dict[str, Any]:

@@ -45,8 +45,10 @@ def run(
     """
     for by in system:
         check_known("system", by, COLORS)
-    _gpu.check_installed("trl" for by in system if by != "rolecall")
-    _gpu.check_installed("vllm" for by in system if by == "trl")
+        if by != "rolecall":
+            _gpu.check_installed("trl")
+    if "trl" in system:
+        _gpu.check_installed("vllm")
     name = NAME if _gpu.machine() != "dry-run" else f"{NAME}-dry-run"
     result = _gpu.earlier(name, out)
     shared = {"steps": steps[0], "every": every[0], "recipe": recipe[0]}

@@ -46,7 +46,8 @@ def run(
     _models.check_sizes(size)
     for by in system:
         check_known("system", by, SYSTEMS)
-    _gpu.check_installed("vllm" for by in system if by == "vllm")
+    if "vllm" in system:
+        _gpu.check_installed("vllm")
     for kind in lengths:
         check_known("lengths", kind, ("fixed", "geometric"))
     for count in n:
@@ -59,10 +60,8 @@ def run(
     shared = {"n": list(n), "lengths": list(lengths), "repeats": repeats[0]}
     parts = [Part("benchmarks.rollout", {"size": one, "system": by} | shared, 560.0) for one in size for by in system]
     for row, _ in _gpu.measure(parts):
-        rates = row.pop("rates", None)
-        if rates:
-            result["rates"] = rates
-        row[f"{_measured(row)[0]}_commit"] = row.pop("commit")
+        by = next(by for by in SYSTEMS if f"{by}_tok_s" in row)
+        row[f"{by}_commit"] = row.pop("commit")
         row = _gpu.merge(result["rows"], row, KEYS)
         if "native_tok_s" in row and "vllm_tok_s" in row:
             row["ratio"] = row["native_tok_s"] / row["vllm_tok_s"]
@@ -185,10 +184,6 @@ def _vllm(path: str, context: int, most: int) -> Callable[[int, int, bool], Gene
     return for_shape
 
 
-def _measured(row: Row) -> list[str]:
-    return [system for system in SYSTEMS if f"{system}_tok_s" in row]
-
-
 def _line(row: Row) -> str:
     def number(key: str, digits: int = 0) -> str:
         return f"{row[key]:.{digits}f}" if key in row else ""
@@ -196,7 +191,7 @@ def _line(row: Row) -> str:
     cells = [row["size"], row["n"], row["out"], row["lengths"], number("native_tok_s"), number("vllm_tok_s")]
     cells += [number("ratio", 2), number("ms", 2), number("floor_ms", 2)]
     cells.append(" / ".join(number(key) for key in ("native_mean_length", "vllm_mean_length") if key in row))
-    cells += [number("invariant_tok_s"), _gpu.commits(row, _measured(row))]
+    cells += [number("invariant_tok_s"), _gpu.commits(row)]
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -206,16 +201,14 @@ def _table(result: dict[str, Any]) -> str:
             f"Prompts of {PROMPT} tokens, {GROUP} responses each, temperature 1, sampled log-probabilities, bf16, "
             "random weights of Qwen2's sizes. Prefill is counted. `geometric`: lengths of a mean of a quarter of the "
             "longest, cut there. A step's floor is its bytes (weights once, every sequence's keys and values) over "
-            "the rate of a copy, or its FLOPs over the rate of a large product, whichever is longer. Invariant: with "
-            "`model.batch_invariant`."
+            "the rate of a copy, or its FLOPs over the rate of a large product, whichever is longer (both measured in "
+            "the same run). Invariant: with `model.batch_invariant`."
         ),
         "",
         f"| {' | '.join(HEADS)} |",
         f"|{'---|' * len(HEADS)}",
         *(_line(row) for row in sorted(result["rows"], key=_order)),
     ]
-    if rates := result.get("rates"):
-        lines += ["", f"Copy {rates['copy'] / 1e12:.2f} TB/s, product {rates['matmul'] / 1e12:.0f} TFLOP/s."]
     return "\n".join(lines)
 
 

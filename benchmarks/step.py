@@ -45,8 +45,10 @@ def run(
     _models.check_sizes(size)
     for by in system:
         check_known("system", by, ("rolecall", *TRL))
-    _gpu.check_installed("trl" for by in system if by in TRL)
-    _gpu.check_installed("vllm" for by in system if TRL.get(by, {}).get("vllm"))
+        if by in TRL:
+            _gpu.check_installed("trl")
+        if by in ("trl", "trl-sleep"):
+            _gpu.check_installed("vllm")
     name = f"step-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
     parts = [part(one, by, steps[0]) for one in size for by in system]
@@ -150,8 +152,7 @@ def _ratios(rows: list[Row]) -> dict[str, float]:
 
 
 def stage_seconds(row: Row) -> str:
-    stages = row.get("stages", {})  # rows of older versions have none for TRL
-    return ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in stages.items() if seconds >= 0.005)
+    return ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in row["stages"].items() if seconds >= 0.005)
 
 
 def _line(row: Row) -> str:

@@ -21,7 +21,7 @@ from rolecall.samples import Sample
 PROMPTS, GROUP, RESPONSE = 32, 8, 256
 SEGMENT, PART = 2048, 241  # a group of 8 such responses has 128 + 8 * 240 tokens in a packed batch
 REPEATS = 3
-SECONDS = {"ordinary": "s", "invariant": "invariant_s"}  # of a row, by mode
+MODES = ("ordinary", "invariant")
 COLUMNS = {
     "s": ".3f", "tok_s": ",.0f", "computed_tok_s": ",.0f", "mfu": ".1%", "mfu_samples": ".1%", "peak_gib": ".1f",
     "invariant_s": ".3f",
@@ -44,7 +44,7 @@ def run(
         mode: "invariant" is with ``model.batch_invariant``, of which the time alone goes into the row.
     """
     for one in mode:
-        check_known("mode", one, SECONDS)
+        check_known("mode", one, MODES)
     if "head" in size and "invariant" in mode:
         raise UserError(f"--size {','.join(size)}: of 'head' the memory is measured, not the time in invariant mode.")
     _models.check_sizes(size)
@@ -57,9 +57,8 @@ def run(
         for by in mode
     ]
     for row, _ in _gpu.measure(parts):
-        result["matmul"] = row.pop("matmul")
         key = "head" if row["size"] == "head" else "rows"
-        row[f"{_modes(row)[0]}_commit"] = row.pop("commit")
+        row["invariant_commit" if "invariant_s" in row else "commit"] = row.pop("commit")
         row = _gpu.merge(result[key], row, ("size", "micro_tokens"))
         print(_head_line(row) if key == "head" else _line(row), flush=True)
         write(name, result, _table(result), out, "rolecall bench training")
@@ -88,7 +87,7 @@ def measure(size: str, micro_tokens: list[int], mode: str) -> Iterator[Row]:
             seconds.append(time.perf_counter() - start)
         taken = statistics.median(seconds[1:])
         if mode == "invariant":
-            yield {"size": size, "micro_tokens": micro, "invariant_s": taken, "matmul": matmul}
+            yield {"size": size, "micro_tokens": micro, "invariant_s": taken}
             continue
         once = groups * (PROMPT + GROUP * (response - 1))  # tokens computed, each prompt once and no last token
         each = groups * GROUP * (PROMPT + response)
@@ -138,14 +137,10 @@ def _samples(groups: int, response: int, shape: Size, repeat: int) -> list[Sampl
     return samples
 
 
-def _modes(row: Row) -> list[str]:
-    return [mode for mode, seconds in SECONDS.items() if seconds in row]
-
-
 def _line(row: Row) -> str:
     cells = [row["size"], f"{row['micro_tokens']:,}"]
     cells += [format(row[key], digits) if key in row else "" for key, digits in COLUMNS.items()]
-    return f"| {' | '.join([*cells, _gpu.commits(row, _modes(row))])} |"
+    return f"| {' | '.join([*cells, _gpu.commits(row)])} |"
 
 
 def _head_line(row: Row) -> str:
@@ -158,9 +153,8 @@ def _table(result: dict[str, Any]) -> str:
             f"`Actor.update` on {PROMPTS} prompts x {GROUP} samples, {PROMPT} + {RESPONSE} tokens, random weights of "
             f"Qwen2's sizes, bf16 with FP32 masters and AdamW; median of {REPEATS} after a first one. A group's prompt "
             "is computed once: tokens a second of the samples, and of what is computed. MFU is the FLOPs of what is "
-            "computed (nothing recomputed, logits of responses alone) over the rate of a large product, "
-            f"{result['matmul'] / 1e12:.0f} TFLOP/s; the other MFU counts the prompt for every sample. Invariant: with "
-            "`model.batch_invariant`."
+            "computed (nothing recomputed, logits of responses alone) over the rate of a large product in the same "
+            "run; the other MFU counts the prompt for every sample. Invariant: with `model.batch_invariant`."
         ),
         "",
         "| size | tokens a micro-batch | s | tok/s | computed tok/s | MFU | MFU, prompts repeated | peak GiB | "

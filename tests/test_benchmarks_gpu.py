@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -172,23 +171,6 @@ def test_a_row_of_several_runs_names_the_commit_of_each(tmp_path, monkeypatch):
         rollout.run(tmp_path, size=["tiny"], system=systems)
         cells.append(table(tmp_path, "rollout")[0][2].split(" | ")[-1])
     assert cells == ["a |", "b, a |", "b, a, c |", "b, c |"]
-
-
-RESULTS = Path(_gpu.__file__).parent / "results"
-
-
-@pytest.mark.parametrize("benchmark", [decoupling, memory, rollout, step, training])
-def test_rows_of_an_older_version_stay_in_the_table(benchmark):
-    """Which noted no commits, and no stages of TRL's."""
-    name = benchmark.__name__.split(".")[-1]
-    file = RESULTS / ("decoupling.json" if benchmark is decoupling else f"{name}-h200.json")
-    figures = json.loads(file.read_text())
-    old = [
-        {key: value for key, value in row.items() if not key.endswith(("commit", "stages" if "system" in row else "-"))}
-        for row in figures["rows"]
-    ]
-    lines = [line for line in benchmark._table(figures | {"rows": old}).splitlines() if line.startswith("| ")]
-    assert [line.split(" | ")[-1] for line in lines[1 : len(old) + 1]] == ["unknown |"] * len(old)
 
 
 def test_options_of_a_benchmark_have_the_type_of_their_default():

@@ -152,7 +152,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, recipe, rolecall, monkeypatch):
     monkeypatch.setattr("rolecall.train", interrupted)
     run = tmp_path / "run"
     code, _, err = rolecall("train", recipe, "--run.dir", run, "--run.save_every", 7)
-    assert code == 130 and "Stopped before its first checkpoint, which run.save_every = 7 sets." in err
+    assert code == 130 and "Stopped before its first checkpoint (run.save_every = 7)" in err
     (run / "checkpoints" / "step-000007").mkdir(parents=True)
     code, _, err = rolecall("train", recipe, "--run.dir", run)
     assert code == 130 and f"from its newest checkpoint: rolecall train {run}/config.toml --resume." in err

@@ -28,7 +28,7 @@ from rolecall.engines.native.decode import BUCKETS, Decoder
 from rolecall.engines.native.engine import NativeEngine
 from rolecall.engines.native.paged import PREFILL_TOKENS, PagedEngine
 from rolecall.engines.native.pages import ALIGNED, PAGE, TRASH, PagedDecode, Pages, attend_plainly, pages_for
-from rolecall.engines.native.sampling import Batch, draw, mark
+from rolecall.engines.native.sampling import Batch, draw, token_mask
 from rolecall.engines.native.stack import find
 from rolecall.engines.sequence import Sequence
 from rolecall.errors import RunError, UserError
@@ -392,7 +392,7 @@ def test_the_sampling_kernel(vocabulary: int):
         row.tokens = [0] * (i % 9)
     logits = torch.randn(300, vocabulary) * 3
     logits[:, ::7] = -torch.inf
-    ends = mark([1, 3, vocabulary - 1], vocabulary, torch.device("cpu"))
+    ends = token_mask([1, 3, vocabulary - 1], vocabulary, torch.device("cpu"))
     tokens, logprobs = draw(logits.to(DEVICE), Batch(rows, DEVICE), ends.to(DEVICE))
     wanted, wanted_logprobs = draw(logits, Batch(rows, torch.device("cpu")), ends)
     same = tokens.cpu() == wanted

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolecall.engines.native.sampling import Batch, draw, invert, mark, uniforms
+from rolecall.engines.native.sampling import Batch, draw, invert, token_mask, uniforms
 from rolecall.engines.sequence import Sequence
 from rolecall.samples import Request, Sampling
 
@@ -120,7 +120,7 @@ def test_each_row_is_sampled_by_its_own_parameters():
 def test_no_end_before_min_tokens():
     logits = torch.tensor([[0.0, 9.0, 0.0, 8.0]]).repeat(3, 1)
     batch = batch_of(*[Sampling(9, min_tokens=2, temperature=0)] * 3, counts=(1, 2, 0))
-    tokens, logprobs = draw(logits, batch, mark([1, 3], 4, logits.device))
+    tokens, logprobs = draw(logits, batch, token_mask([1, 3], 4, logits.device))
     assert tokens.tolist() == [0, 1, 0]
     assert logprobs[0].item() == pytest.approx(math.log(0.5))  # of the two tokens that are allowed
     assert logprobs[1].item() == pytest.approx(-math.log(1 + 2 * math.exp(-9) + math.exp(-1)))

@@ -130,7 +130,8 @@ def _train(config: Config, resume: bool = False) -> None:
         if any(run.glob("checkpoints/step-*")):
             _complain(f"Stopped. It continues from its newest checkpoint: rolecall train {run}/config.toml --resume.")
         else:
-            _complain(f"Stopped before its first checkpoint, which run.save_every = {config.run.save_every} sets.")
+            every = config.run.save_every
+            _complain(f"Stopped before its first checkpoint (run.save_every = {every}): there is nothing to resume.")
         raise
 
 

@@ -10,7 +10,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.weight_checker import WeightChecker
 from torch import Tensor
 
-from rolecall.engines.native.sampling import Batch, draw, mark
+from rolecall.engines.native.sampling import Batch, draw, token_mask
 from rolecall.errors import RunError
 
 BACKEND = "pytorch"  # the name under which SGLang is given the sampler below instead of its own
@@ -74,7 +74,7 @@ class NativeSampler(Sampler):
     ) -> Tensor:
         """The next tokens, (B,) int32; their log-probabilities go into ``logits_output``."""
         rows, logits = Rows(sampling_info, positions), logits_output.next_token_logits
-        ends = mark(self.ends, logits.shape[-1], logits.device)
+        ends = token_mask(self.ends, logits.shape[-1], logits.device)
         tokens, logits_output.next_token_logprobs = draw(logits, rows, ends)
         return tokens.to(torch.int32)
 

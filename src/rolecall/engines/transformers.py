@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from rolecall.engines.local import LocalEngine
-from rolecall.engines.native.sampling import Batch, draw, mark
+from rolecall.engines.native.sampling import Batch, draw, token_mask
 from rolecall.engines.sequence import Sequence
 from rolecall.samples import Request, Sample
 
@@ -54,7 +54,7 @@ class _Sampler(LogitsProcessor):
         self.batch = Batch(rows, engine.model.device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        tokens, logprobs = draw(scores, self.batch, mark(self.endings.tokens, scores.shape[-1], scores.device))
+        tokens, logprobs = draw(scores, self.batch, token_mask(self.endings.tokens, scores.shape[-1], scores.device))
         self.batch.advance(tokens)
         for row, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if not row.finish:

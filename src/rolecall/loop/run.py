@@ -181,23 +181,23 @@ def _loop(run_dir: Path, state: State, heldout: list[Prompt], log: logs.MetricsL
 
 
 def _changes(run_dir: Path, config: Config) -> str:
-    """What a resumed run is told otherwise than before, as its folder has it (which an older version may have made)."""
+    """How the configuration differs from the one in the run's folder, which an older version may have written."""
     file = run_dir / "config.toml"
     try:
-        before = dict(_fields(tomllib.loads(file.read_text(encoding="utf-8"))))
+        before = dict(_flattened(tomllib.loads(file.read_text(encoding="utf-8"))))
     except (OSError, ValueError) as error:  # not there, not UTF-8, not TOML: the checkpoint is what a resume needs
         return f"how it was configured before is not known, as {file} cannot be read: {error}"
-    now = dict(_fields(tomllib.loads(config.to_toml())))
+    now = dict(_flattened(tomllib.loads(config.to_toml())))
     keys = [key for key in before | now if before.get(key) != now.get(key)]
     changed = ", ".join(f"{key} ({before.get(key, 'not set')} before, now {now.get(key, 'not set')})" for key in keys)
-    return f"configured as before{f' but for {changed}' if changed else ''}"
+    return f"configured as before but for {changed}" if changed else "configured as before"
 
 
-def _fields(section: dict[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+def _flattened(section: dict[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
     """``{"a": {"b": 1}, "c": "d"}`` -> ``("a.b", '1'), ("c", '"d"')``."""
     for key, value in section.items():
         if isinstance(value, dict):
-            yield from _fields(value, f"{path}{key}.")
+            yield from _flattened(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", toml_value(value)
 

@@ -86,7 +86,7 @@ def _row_mean(x, out, size, SIZE_PAD: tl.constexpr):
 
 def store(key: Tensor, value: Tensor, where: Where, page: int) -> None:
     """Write the keys and values of n tokens, (n, Hkv, D) each, to where ``attention`` finds them."""
-    key, value = together(key), together(value)
+    key, value = contiguous_heads(key), contiguous_heads(value)
     n, heads, width = key.shape
     shape = {"HEADS": heads, "WIDTH": width, "WIDTH_PAD": triton.next_power_of_2(width)}
     strides = key.stride(0), value.stride(0)
@@ -123,7 +123,7 @@ def attention(query: Tensor, kv_heads: int, where: Where, page: int, scale: floa
     Returns:
         (n, Hq, D).
     """
-    query = together(query)
+    query = contiguous_heads(query)
     n, heads, width = query.shape
     group = heads // kv_heads
     out = query.new_empty(query.shape)
@@ -143,8 +143,8 @@ def attend_pages(
 ):  # fmt: skip
     """Attention of queries (GROUP_PAD, WIDTH_PAD) to a head's positions ``start`` to ``stop`` - 1, a block at a time.
 
-    ``pages``: pointer to the sequence's page numbers. Gives the largest score of each query, the sum of its weights
-    exp(score - largest), and that of the values times these.
+    ``pages``: pointer to the sequence's page numbers. Returns, a query: the largest score; the sum of the weights
+    exp(score - largest); the values' sum under these weights, (GROUP_PAD, WIDTH_PAD).
     """
     columns = tl.arange(0, WIDTH_PAD)
     largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
@@ -229,10 +229,10 @@ def padded_size(size: int) -> int:
 
 
 def precision(x: Tensor) -> str:
-    """Of ``tl.dot``: FP32 is summed one by one."""
+    """Of ``tl.dot``'s factors: FP32 ones are not rounded to TF32."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def together(x: Tensor) -> Tensor:
-    """(n, heads, D), each token's heads one behind the other: what a part of a larger product is already."""
+def contiguous_heads(x: Tensor) -> Tensor:
+    """(n, heads, D) whose every token is one block of memory: as it is where it is a part of a larger product."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

@@ -100,6 +100,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 to_entropy if ctx.entropy_gradient else None,
                 ctx.temperature,
             )
+            # The 1 of [chosen] - p is added in FP32: in a narrow type it would be rounded together with p.
             chosen = _to_scores(scores.gather(1, target[:, None]), *rest, dtype=scores.dtype) + to_logprob
             to_scores = _to_all_scores(scores, *rest, dtype=hidden.dtype)
             to_scores.scatter_(1, target[:, None], chosen.to(hidden.dtype))

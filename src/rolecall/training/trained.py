@@ -178,9 +178,8 @@ class Trained:
         (On a GPU later steps are bit for bit the same only under ``torch.use_deterministic_algorithms``.)
 
         Raises:
-            UserError: the checkpoint's weights are another model's, or an adapter that this model does not have, or it
-                has one, they none; or its moments are of another optimizer; or one process saved it and this is one of
-                several, or the other way round.
+            UserError: the checkpoint is of another model, other LoRA settings, another optimizer, or of one process
+                where this is one of several (or the reverse).
         """
         folder = Path(folder)
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
@@ -204,12 +203,15 @@ class Trained:
             optimizer["adam"]["state"] = shards["adam"]
         else:
             weights = safetensors.torch.load_file(folder / "weights.safetensors", device=str(self.device))
-            for name, parameter in self._trained_parameters():
-                if name not in weights or weights[name].shape != parameter.shape:
-                    raise UserError(
-                        f"{folder} holds another model than model.path = {self.config.model.path!r}: {name} of "
-                        f"{list(parameter.shape)} is not there. Leave model.path as it was, or start a new run."
-                    )
+            here = {name: list(parameter.shape) for name, parameter in self._trained_parameters()}
+            there = {name: list(weight.shape) for name, weight in weights.items()}
+            if other := sorted(name for name in here.keys() | there if here.get(name) != there.get(name)):
+                name = other[0]
+                raise UserError(
+                    f"{folder} holds another model than model.path = {self.config.model.path!r}: {name} is "
+                    f"{there.get(name, 'absent')} there and {here.get(name, 'absent')} here. Leave model.path as it "
+                    "was, or start a new run."
+                )
             with torch.no_grad():
                 for name, parameter in self._trained_parameters():
                     parameter.copy_(weights[name])

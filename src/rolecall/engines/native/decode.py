@@ -10,7 +10,7 @@ from rolecall.engines.native.fused import Replacement, fuse, in_use
 from rolecall.engines.native.invariant import PagedTokens
 from rolecall.engines.native.pages import PagedDecode, Pages
 from rolecall.engines.native.rows import Rows
-from rolecall.engines.native.sampling import draw, mark
+from rolecall.engines.native.sampling import draw, token_mask
 from rolecall.engines.native.stack import find
 from rolecall.errors import UserError
 from rolecall.models.attention import Layout, hidden_states
@@ -34,7 +34,7 @@ class Decoder:
 
     def __init__(self, model: Any, pages: Pages, ends: list[int], invariant: bool = False):
         self.model, self.pages, self.invariant, device = model, pages, invariant, model.device
-        self.ends = mark(ends, model.get_output_embeddings().weight.shape[0], device)
+        self.ends = token_mask(ends, model.get_output_embeddings().weight.shape[0], device)
         self.rows = Rows(BUCKETS[0], 1, 1, device)
         self.captures = device.type == "cuda"
         if self.captures:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rolecall.engines.local import LocalEngine
 from rolecall.engines.native.cache import Cache, Decode, Prefill
-from rolecall.engines.native.sampling import Batch, draw, mark
+from rolecall.engines.native.sampling import Batch, draw, token_mask
 from rolecall.engines.sequence import Sequence, in_parts
 from rolecall.models import Loaded
 from rolecall.models.attention import hidden_states
@@ -88,7 +88,7 @@ class NativeEngine(LocalEngine):
         return logits(self.model, hidden_states(self.model, batch.tokens[:, None], positions[:, None], layout)[:, 0])
 
     def _sample(self, logits: Tensor, rows: list[Sequence], batch: Batch) -> None:
-        tokens, logprobs = draw(logits, batch, mark(self.endings.tokens, logits.shape[-1], logits.device))
+        tokens, logprobs = draw(logits, batch, token_mask(self.endings.tokens, logits.shape[-1], logits.device))
         batch.advance(tokens)
         both = torch.stack([tokens.double(), logprobs.double()])  # one transfer; both are exact in float64
         for row, token, logprob in zip(rows, *both.tolist(), strict=True):

@@ -36,7 +36,11 @@ class Fused:
         return F.linear(hidden, self.weight, self.bias).split(self.sizes, -1)
 
     def output(self, number: int, hidden: Tensor) -> Tensor:
-        """What the linear layer of that number gives; the first one that is asked computes for all."""
+        """What the linear layer of that number gives.
+
+        The model calls the layers of a group in turn on one tensor: the first call computes all, and the last lets go
+        of them, so that no activation outlives its layer.
+        """
         if self.input is not hidden:
             self.input, self.outputs = hidden, self(hidden)
         output = self.outputs[number]

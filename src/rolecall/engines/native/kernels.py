@@ -11,7 +11,7 @@ from torch import Tensor
 from rolecall.engines.native.pages import PAGE
 from rolecall.engines.native.sampling import Batch
 from rolecall.models.invariant import ALIGNED
-from rolecall.models.kernels import BLOCK, CHUNK, STAGES, WARPS, attend_pages, padded_size, precision, together
+from rolecall.models.kernels import BLOCK, CHUNK, STAGES, WARPS, attend_pages, contiguous_heads, padded_size, precision
 
 PROGRAMS = 512  # that fill the GPU: fewer (row, head) pairs are split along the sequence
 
@@ -55,7 +55,7 @@ def paged_attention(
     splits = min(16, triton.next_power_of_2(max(1, PROGRAMS // (n * kv_heads))))
     assert splits == 1 or n * kv_heads <= len(arrivals)  # each splitting pair has a counter
     # Where q, k and v are parts of one product, each row of theirs is followed by the others'.
-    query, key, value = together(query), together(key), together(value)
+    query, key, value = contiguous_heads(query), contiguous_heads(key), contiguous_heads(value)
     out = query.new_empty(query.shape)
     # What each split gives to be merged: sums weighted by exp(score - largest), the largest, the weights' sum.
     sums = query.new_empty((n, heads, splits, width) if splits > 1 else (1,), dtype=torch.float32)

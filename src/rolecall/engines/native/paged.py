@@ -104,7 +104,7 @@ class PagedEngine(LocalEngine):
         # The longest prompts first, so that those of one prefill are padded little.
         parts = in_parts(sequences, self.max_sequences)
         waiting = deque(sorted(parts, key=lambda part: -len(part[0].request.prompt)))
-        last: tuple[list[Running], Status] = [], self.decoder.rows.status(0)
+        before: tuple[list[Running], Status] = [], self.decoder.rows.status(0)
         try:
             while waiting or self.running:
                 while entering := self._enter(waiting):
@@ -114,9 +114,10 @@ class PagedEngine(LocalEngine):
                     self.decoder.run(len(self.running), steps)
                     for running in self.running:
                         running.count = min(running.count + steps, running.sequence.limit)
-                status = self._status()
-                self._collect(*(last if steps else status))
-                last = status
+                now = self._status()
+                # The round before is looked at while this one computes. Where none was started the device is idle.
+                self._collect(*(before if steps else now))
+                before = now
             for ended, taken in self.ended:
                 self._give(ended, taken)
         finally:

@@ -45,7 +45,7 @@ class Batch:
         self.counts = self.counts + 1
 
 
-def mark(tokens: list[int], vocabulary: int, device: torch.device) -> Tensor:
+def token_mask(tokens: list[int], vocabulary: int, device: torch.device) -> Tensor:
     """(V,) booleans, true at ``tokens``."""
     index = torch.tensor(tokens, dtype=torch.long, device=device)
     return torch.zeros(vocabulary, dtype=torch.bool, device=device).index_fill_(0, index, True)
