@@ -175,7 +175,7 @@ def machine() -> str:
 
 
 def _on_gpu() -> bool:
-    from rolecall import models  # with torch, which takes seconds: not in each part, only in who runs them
+    from rolecall import models  # with torch, which a Reward's process, that takes ``coin`` from here, never loads
 
     return models.device().type == "cuda"
 

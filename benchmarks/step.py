@@ -47,8 +47,8 @@ def run(
         check_known("system", by, ("rolecall", *TRL))
         if by in TRL:
             _gpu.check_installed("trl")
-        if by in ("trl", "trl-sleep"):
-            _gpu.check_installed("vllm")
+            if TRL[by]["vllm"]:
+                _gpu.check_installed("vllm")
     name = f"step-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
     parts = [part(one, by, steps[0]) for one in size for by in system]

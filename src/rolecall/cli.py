@@ -126,8 +126,11 @@ def _train(config: Config, resume: bool = False) -> None:
     try:
         rolecall.train(config, resume=resume)
     except KeyboardInterrupt:
-        run = Path(config.run.dir or "runs/run")
-        if any(run.glob("checkpoints/step-*")):
+        from rolecall.loop.run import folder_of
+        from rolecall.training import checkpoint
+
+        run = folder_of(config)
+        if checkpoint.latest(run):
             _complain(f"Stopped. It continues from its newest checkpoint: rolecall train {run}/config.toml --resume.")
         else:
             every = config.run.save_every

@@ -120,6 +120,11 @@ class State:
         return [name for name in ("actor", "critic") if name in self.context.config.roles]
 
 
+def folder_of(config: Config) -> Path:
+    """Where the run that is so configured writes."""
+    return Path(config.run.dir or "runs/run")
+
+
 def train(config: Config, *, resume: bool = False) -> Run:
     """Train as configured and return the finished run.
 
@@ -132,7 +137,7 @@ def train(config: Config, *, resume: bool = False) -> Run:
         UserError: what the user can mend, before anything is written.
         RunError: a role died, hung or failed a check; the checkpoints stay resumable.
     """
-    run_dir = Path(config.run.dir or "runs/run")
+    run_dir = folder_of(config)
     config.check_trainable()
     start = _where_to_start(run_dir, resume)
     trackers.check_installed(config.run.trackers)
