@@ -120,18 +120,20 @@ class Rollout:
         self._unfinished = version
 
     def write(self, number: int, sent: int | None) -> None:
-        """Take one bucket; nothing of it is written unless all of it is what the Actor ``sent`` (its digest).
+        """Take one bucket, of which the Actor has ``sent`` the digest.
 
         Raises:
-            RunError: it has changed on the way, came before, or was never announced.
+            RunError: it has changed on the way, came before, or was never announced. What was overwritten by then
+                generates nothing: the update stays unfinished.
         """
         if self._receiver is None or number not in self._awaited:
             raise RunError(f"Weight sync: bucket {number} came twice, or unannounced.")
         self._awaited.remove(number)
-        weights = self._receiver.unpack(number, sent)
+        weights = self._receiver.unpack(number)
         self.engine.write(weights)
         if weights[0][1].is_cuda:  # all has been read: the Actor may use the memory again
             torch.cuda.current_stream().synchronize()
+        self._receiver.check(number, sent)
 
     def finish_update(self) -> None:
         """All buckets are there: the engine generates from the new weights.

@@ -82,8 +82,10 @@ def fill(data: Tensor, bucket: Bucket, weights: Weights) -> None:
 
 
 @torch.no_grad()
-def digest(data: Tensor) -> int:
-    """64 bits that depend on every bit of a bucket (uint8, a multiple of ``ROW``): the same on every device.
+def digest(data: Tensor) -> Tensor:
+    """64 bits that depend on every bit of a bucket (uint8, a multiple of ``ROW``): an int64 of no dimension.
+
+    The same on every device. On a GPU it is computed while the caller goes on.
 
     The bytes, read as a table of 64-bit words, are summed by row and by column (modulo 2^64, so in any order): one
     changed word changes both kinds, two swapped words at least one. The sums are scrambled, each with its place, and
@@ -92,7 +94,7 @@ def digest(data: Tensor) -> int:
     table = data.view(torch.int64).view(-1, ROW // 8)
     sums = torch.cat([table.sum(0), table.sum(1)])
     places = torch.arange(len(sums), device=data.device)
-    return int(_scramble(sums + _scramble(places + 1)).sum())
+    return _scramble(sums + _scramble(places + 1)).sum()
 
 
 def _scramble(words: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ class Sender:
             self._sending[slot] = self.group.broadcast(data)
         elif data.is_cuda:
             torch.cuda.current_stream().synchronize()  # the reader is another process, with streams of its own
-        return made
+        return None if made is None else int(made)
 
 
 class Helper:
@@ -161,21 +161,35 @@ class Receiver:
             store = dist.TCPStore(link.address, offer.port, is_master=False, timeout=timedelta(seconds=MEETING))
             self.group = Group(store, rank, link.ranks, device, link.seconds)
 
-    def unpack(self, number: int, sent: int | None) -> list[tuple[str, Tensor]]:
+    def unpack(self, number: int) -> list[tuple[str, Tensor]]:
         """The tensors of a bucket that was packed, on its slot's memory: to be read before the slot's next bucket.
 
         Raises:
-            RunError: it did not arrive, or not as it was ``sent`` (its digest).
+            RunError: it did not arrive.
         """
         bucket = self.buckets[number]
-        what = f"bucket {number} ({bucket[0].name} to {bucket[-1].name})"
         data = self.slots[number % self.link.slots][: size(bucket)]
         if self.group is not None:
-            self.group.wait(self.group.broadcast(data), f"{what} from the Actor at {self.link.address}")
-        if sent is not None and (arrived := digest(data)) != sent:
-            found, right = (f"{number % 2**64:x}" for number in (arrived, sent))
-            raise RunError(f"Weight sync: {what} arrived with digest {found}, the Actor sent {right}.")
+            self.group.wait(self.group.broadcast(data), f"{self._named(number)} from the Actor at {self.link.address}")
+        if self.link.verify:
+            self._arrived = digest(data)
         return views(data, bucket)
+
+    def check(self, number: int, sent: int | None) -> None:
+        """Compare the digest of what ``unpack`` gave last, bucket ``number``, with that of what was ``sent``.
+
+        It is asked for when the tensors have been read: on a GPU it is computed while they are.
+
+        Raises:
+            RunError: they differ.
+        """
+        if sent is not None and (arrived := int(self._arrived)) != sent:
+            found, right = (f"{value % 2**64:x}" for value in (arrived, sent))
+            raise RunError(f"Weight sync: {self._named(number)} arrived with digest {found}, the Actor sent {right}.")
+
+    def _named(self, number: int) -> str:
+        bucket = self.buckets[number]
+        return f"bucket {number} ({bucket[0].name} to {bucket[-1].name})"
 
 
 def _slot_sizes(buckets: list[Bucket], slots: int) -> list[int]:
