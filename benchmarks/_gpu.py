@@ -58,12 +58,12 @@ def measure(parts: Sequence[Part]) -> Iterator[tuple[Row, float]]:
     Raises:
         RunError: after the last part, if one failed.
     """
-    failed, commit = [], _commit()
+    failed, measured_with = [], commit()
     for part in parts:
         print(f"{part.module} {json.dumps(part.arguments)}", flush=True)
         try:
             for row, peak in _run(part):
-                yield row | {"commit": commit}, peak
+                yield row | {"commit": measured_with}, peak
         except RunError as error:
             print(error, flush=True)
             failed.append(str(error).splitlines()[0])
@@ -163,7 +163,7 @@ def _held(pid: int) -> float:
     return held / 2**30
 
 
-def _commit() -> str:
+def commit() -> str:
     """Short, and with a + where the code has been changed since."""
     commit, _, changed = collect()["commit"].partition("-")
     return commit[:7] + ("+" if changed else "")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import _models, write
+from benchmarks import _gpu, _models, write
 from rolecall import models
 from rolecall.cluster.handles import Handle, Process
 from rolecall.cluster.worker import CLASSES, Worker
@@ -28,6 +28,12 @@ from rolecall.sync.ends import Sender
 from rolecall.training.logprobs import sample_logprobs
 
 REPEATS, TIMEOUT = 7, 900.0
+KEYS = {
+    "rows": ("size", "engine", "transport", "mode"),
+    "plain": ("size", "engine", "transport"),
+    "mismatch": ("size", "engine"),
+    "sleep": ("size", "engine", "level"),
+}
 MODES: dict[str, dict[str, Any]] = {
     "a tensor at a time": {"limit": 1, "slots": 1},
     "packed": {"slots": 1},
@@ -72,14 +78,14 @@ def broadcast_seconds(role: Any, address: str, port: int, rank: int, nbytes: int
 
 
 def run(out: Path, size: Sequence[str] = ()) -> dict[str, Any]:
-    """Write ``sync-cpu`` (``sync-cuda`` on a GPU), JSON and table, under ``out``.
+    """Add to ``sync-cpu`` (``sync-cuda`` on a GPU), JSON and table, under ``out``.
 
     On a GPU: both processes on one, and where there is a second one, each on its own; vLLM and SGLang where installed.
     On a CPU: by shared memory and by gloo, for the native engine and vLLM. (TRL's sync is timed in ``step``.)
     """
     device = models.device()
     engines = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name)]
-    result: dict[str, Any] = {"rows": [], "plain": [], "sleep": [], "mismatch": [], "repeats": REPEATS}
+    result: dict[str, Any] = {part: [] for part in KEYS} | _gpu.earlier(_name(), out)
     ray.init("local", include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
         for name in size or (["135M"] if device.type == "cpu" else ["0.5B", "7B"]):
@@ -89,14 +95,14 @@ def run(out: Path, size: Sequence[str] = ()) -> dict[str, Any]:
                 config = Config(model={"path": path}, rollout=settings)
                 for gpus in range(1, min(2, torch.cuda.device_count()) + 1) or [0]:
                     with _two_processes(config, gpus) as (actor, rollout):
-                        _measure(result, name, engine, actor, rollout)
-                    _write(result, out)  # what there is so far
+                        _measure(result, {"size": name, "engine": engine}, actor, rollout)
+                    write(_name(), result, _table(result), out, "rolecall bench sync")  # what there is so far
     ray.shutdown()
     return result
 
 
-def _write(result: dict[str, Any], out: Path) -> None:
-    write(f"sync-{models.device().type}", result, _table(result), out, "rolecall bench sync")
+def _name() -> str:
+    return f"sync-{models.device().type}"
 
 
 @contextmanager
@@ -118,7 +124,12 @@ def _two_processes(config: Config, gpus: int) -> Iterator[tuple[Handle, Handle]]
             ray.kill(handle.process.worker)
 
 
-def _measure(result: dict[str, Any], size: str, engine: str, actor: Handle, rollout: Handle) -> None:
+def _measure(result: dict[str, Any], what: dict[str, str], actor: Handle, rollout: Handle) -> None:
+    """``what`` is measured, its size and engine: each figure into its row of a part of ``result``, old or new."""
+
+    def add(part: str, row: dict[str, Any]) -> None:
+        print(_gpu.merge(result[part], what | row | {"commit": _gpu.commit()}, KEYS[part]), flush=True)
+
     on_cpu = models.device().type == "cpu"
     transports: list[tuple[str, str] | None] = [None, ("collective", "cpu")] if on_cpu else [None]
     for transport in transports:
@@ -130,19 +141,17 @@ def _measure(result: dict[str, Any], size: str, engine: str, actor: Handle, roll
                 start = time.perf_counter()
                 moved = sync(repeat)
                 seconds.append(time.perf_counter() - start)
-            row = {"engine": engine, "transport": sync.way, "size": size, "mode": mode, "first_s": seconds[0]}
-            row |= {"seconds": statistics.median(seconds[1:]), "bytes": moved["sync/bytes"], "verified": sync.verify}
-            result["rows"].append(row)
-            print(row, flush=True)
+            row = {"transport": sync.way, "mode": mode, "first_s": seconds[0]}
+            add("rows", row | {"seconds": statistics.median(seconds[1:]), "bytes": moved["sync/bytes"]})
     nbytes = int(moved["sync/bytes"])
-    plain: dict[str, Any] = {"size": size, "engine": engine, "bytes": nbytes, "copy_s": actor.copy_seconds(nbytes)}
+    plain: dict[str, Any] = {"bytes": nbytes, "copy_s": actor.copy_seconds(nbytes)}
     if on_cpu or actor.process.gpus != rollout.process.gpus:  # NCCL takes no two ranks on one GPU
         store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         where = actor.process.address, store.port
         sending = actor.start(broadcast_seconds, *where, 0, nbytes)
         rollout.start(broadcast_seconds, *where, 1, nbytes).result()
         plain["broadcast_s"] = sending.result()
-    result["plain"].append(plain | {"transport": sync.way})
+    add("plain", plain | {"transport": sync.way})
     requests = [Request(i, str(i), [2, 3, 7 + i, 4], 8, 0, Sampling(64)) for i in range(8)]
     samples = rollout.generate(requests)
     gaps = [
@@ -150,14 +159,12 @@ def _measure(result: dict[str, Any], size: str, engine: str, actor: Handle, roll
         for row, sample in zip(actor.logprobs(samples), samples, strict=True)
         for a, b in zip(row, sample.logprobs, strict=True)
     ]
-    result["mismatch"].append({"size": size, "engine": engine, "mean": statistics.fmean(gaps), "max": max(gaps)})
-    if sync.way == "CUDA IPC":
-        result["sleep"] += [_sleep(size, level, actor, rollout, samples, requests) for level in (1, 2)]
+    add("mismatch", {"mean": statistics.fmean(gaps), "max": max(gaps)})
+    for level in (1, 2) if sync.way == "CUDA IPC" else ():
+        add("sleep", _sleep(level, actor, rollout, samples, requests))
 
 
-def _sleep(
-    size: str, level: int, actor: Handle, rollout: Handle, before: list[Sample], requests: list[Request]
-) -> dict[str, Any]:
+def _sleep(level: int, actor: Handle, rollout: Handle, before: list[Sample], requests: list[Request]) -> dict[str, Any]:
     """Seconds to sleep, to wake and sync, and what the GPU has free meanwhile; the output after it is as before."""
     free = actor.start(_free).result()
     start = time.perf_counter()
@@ -170,7 +177,6 @@ def _sleep(
     after = rollout.generate(requests)
     same = [sample.response for sample in after] == [sample.response for sample in before]
     return {
-        "size": size,
         "level": level,
         "sleep_s": asleep - start,
         "wake_and_sync_s": awake - woken,
@@ -204,8 +210,8 @@ def _table(result: dict[str, Any]) -> str:
         "connects the ends). Seconds include the remote calls. A plain copy is one copy of as many bytes in one "
         "process's memory, a plain broadcast one of a single tensor by torch.distributed.",
         "",
-        "| model | engine | by | mode | ms | GB/s | of a plain copy's rate | of a plain broadcast's |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | engine | by | mode | ms | GB/s | of a plain copy's rate | of a plain broadcast's | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
         same = [p for p in result["plain"] if (p["size"], p["engine"]) == (row["size"], row["engine"])]
@@ -213,7 +219,8 @@ def _table(result: dict[str, Any]) -> str:
         share = f"{plain['broadcast_s'] / row['seconds']:.0%}" if "broadcast_s" in plain else ""
         lines.append(
             f"| {row['size']} | {row['engine']} | {row['transport']} | {row['mode']} | {row['seconds'] * 1e3:.1f} | "
-            f"{row['bytes'] / row['seconds'] / 1e9:.2f} | {plain['copy_s'] / row['seconds']:.0%} | {share} |"
+            f"{row['bytes'] / row['seconds'] / 1e9:.2f} | {plain['copy_s'] / row['seconds']:.0%} | {share} | "
+            f"{_gpu.commits(row)} |"
         )
     lines += ["", "| model | engine | mean difference of log-probabilities | largest |", "|---|---|---|---|"]
     lines += [f"| {m['size']} | {m['engine']} | {m['mean']:.2g} | {m['max']:.2g} |" for m in result["mismatch"]]

@@ -54,10 +54,11 @@ def test_a_dropped_mask_misses_it(monkeypatch):
 
 def test_the_table_of_the_sync_has_every_figure():
     row = {"engine": "vllm", "transport": "NCCL", "size": "0.5B", "mode": "packed", "seconds": 0.02, "bytes": 10**9}
+    row["commit"] = "0123456"
     plain = {"engine": "vllm", "transport": "NCCL", "size": "0.5B", "copy_s": 0.001, "broadcast_s": 0.005}
     gap = {"size": "0.5B", "engine": "vllm", "mean": 0.01, "max": 0.05}
     nap = {"size": "0.5B", "level": 1, "sleep_s": 1.5, "freed_gib": 3.25, "wake_and_sync_s": 0.125, "same_output": True}
     table = sync._table({"rows": [row], "plain": [plain], "mismatch": [gap], "sleep": [nap]})
-    assert "| 0.5B | vllm | NCCL | packed | 20.0 | 50.00 | 5% | 25% |" in table
+    assert "| 0.5B | vllm | NCCL | packed | 20.0 | 50.00 | 5% | 25% | 0123456 |" in table
     assert "| 0.5B | vllm | 0.01 | 0.05 |" in table
     assert "| 0.5B | 1 | 1.50 | 3.2 | 0.12 | yes |" in table
