@@ -40,7 +40,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     compile = torch.compile
     options = {"backend": counter}
     monkeypatch.setattr(torch, "compile", lambda function, **given: compile(function, **options | given))
-    monkeypatch.setattr(packing, "_skips_blocks", lambda device: True)
+    monkeypatch.setattr(packing, "_skips_blocks", lambda *_: True)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     attention = flex._attention.__wrapped__
     monkeypatch.setattr(flex, "_attention", torch.compile(attention, dynamic=True, fullgraph=True))
@@ -146,7 +146,7 @@ def test_gradients_are_those_of_the_masks_and_layers_compile_once_a_kind(
     found = [gradients(actor, batch) for batch in batches]
     kinds = {"llama": 1, "gemma3": 2}[kind]
     assert compiler.frame_count == kinds
-    monkeypatch.setattr(packing, "_skips_blocks", lambda device: False)
+    monkeypatch.setattr(packing, "_skips_blocks", lambda *_: False)
     expected = [gradients(actor, batch) for batch in batches]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)  # Gemma's norms are float32
     assert compiler.frame_count == kinds  # masks run through layers as they are

@@ -184,6 +184,27 @@ def test_temperature_divides_the_logits(temperature):
 
 def test_without_compilation_a_gpu_attends_by_masks_as_a_cpu_does():
     """TORCH_COMPILE_DISABLE=1 sets this; FlexAttention without its kernel would make the scores of all tokens."""
-    assert packing._skips_blocks("cuda") and not packing._skips_blocks("cpu")
+    assert packing._skips_blocks("cuda", True) and not packing._skips_blocks("cpu", True)
+    assert not packing._skips_blocks("cuda", False)
     with torch._dynamo.config.patch(disable=True):  # (monkeypatch would leave torch's switch unreadable)
-        assert not packing._skips_blocks("cuda")
+        assert not packing._skips_blocks("cuda", True)
+
+
+def test_one_mask_for_all_segments_is_those_of_each(loaded, monkeypatch):
+    samples = uneven(groups=3, size=3, seed=1)
+    apart = sample_logprobs(loaded, samples, 1.0, 1000)
+    monkeypatch.setattr(packing, "_joins_segments", lambda device, tokens: tokens <= 1000)
+    (micro,) = micro_batches(samples, 1000, packed=True)
+    assert [tuple(mask.shape) for mask in micro.layout.masks] == [(micro.tokens.shape[1],) * 2]
+    for row, expected in zip(sample_logprobs(loaded, samples, 1.0, 1000), apart, strict=True):
+        assert row == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_compiles_attention_for_many_tokens_and_masks_few():
+    few, many = uneven(groups=3), uneven(groups=200, size=8)
+    kinds = [
+        type(next(micro_batches(samples, 10**6, packed=True, device="cuda", compiled=compiled)).layout).__name__
+        for samples, compiled in ((few, False), (few, True), (many, False))
+    ]
+    assert kinds == ["Packed", "BlockSparse", "BlockSparse"]

@@ -150,7 +150,8 @@ def greedy(actor: Actor) -> list[int]:
     tokens = list(PROMPT)
     with torch.no_grad():
         for _ in range(8):
-            tokens.append(int(actor.loaded.model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            row = torch.tensor([tokens], device=actor.device)
+            tokens.append(int(actor.loaded.model(row).logits[0, -1].argmax()))
             if tokens[-1] == 1:
                 break
     return tokens[len(PROMPT) :]
@@ -216,7 +217,7 @@ def update(sender: Sender, rollout: Rollout, version: int) -> None:
 
 
 def held(model: Any) -> list[bytes]:
-    return [p.detach().contiguous().view(torch.uint8).numpy().tobytes() for p in model.parameters()]
+    return [p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for p in model.parameters()]
 
 
 def test_sent_weights_are_in_place_bit_for_bit(apart):

@@ -35,7 +35,7 @@ def compile_layers(model: nn.Module) -> None:
 
 def is_compiled(layer: nn.Module) -> bool:
     """Whether ``compile_layers`` has had it."""
-    return "forward" in vars(layer)
+    return getattr(vars(layer).get("forward"), "func", None) is _forward
 
 
 def _forward(module: nn.Module, number: int, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from rolecall import config as configuration
 from rolecall.errors import UserError, nearest
 from rolecall.files import atomic_folder
 from rolecall.models.attention import why_unsupported
-from rolecall.models.compiled import compile_layers
+from rolecall.models.compiled import compile_layers, is_compiled
 from rolecall.models.invariant import make_invariant
 
 # Each module's make(folder) writes the model.
@@ -51,6 +51,11 @@ class Loaded:
     @property
     def packed(self) -> bool:
         return self.why is None
+
+    @property
+    def compiled(self) -> bool:
+        """Its decoder layers are."""
+        return any(map(is_compiled, self.model.modules()))
 
     @property
     def window(self) -> int | None:

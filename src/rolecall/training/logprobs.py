@@ -18,6 +18,7 @@ from rolecall.training.sharding import NOTHING, WHOLE, Shards
 
 # Most logits held at once: 256 MiB in float32; on a GPU 1 GiB, since short products do not fill it.
 LOGITS = {"cpu": 2**26, "cuda": 2**28}
+FEW = 2**26  # on a GPU: so few are not worth the seconds that their kernels take to compile
 
 
 def token_logprobs(
@@ -133,12 +134,12 @@ def _scores(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, invarian
 
 
 def _fused_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One kernel for all of a function's element-wise steps, where its first argument is on a GPU."""
+    """One kernel for all of a function's element-wise steps, where its first argument is on a GPU, and large."""
     compiled = compiled_later(function)
 
     @wraps(function)
     def call(scores: Tensor, *args: Any, **options: Any) -> Any:
-        return (compiled if scores.is_cuda else function)(scores, *args, **options)
+        return (compiled if scores.is_cuda and scores.numel() > FEW else function)(scores, *args, **options)
 
     return call
 

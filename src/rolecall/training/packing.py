@@ -15,6 +15,8 @@ from rolecall.models.flex import BLOCK, BlockSparse, put
 from rolecall.models.invariant import PackedTokens
 from rolecall.samples import Sample, by_group
 
+FEW = 2048  # tokens of a row for which, in a model that is not compiled, no kernel is either
+
 
 @dataclass
 class MicroBatch:
@@ -93,6 +95,7 @@ def micro_batches(
     *,
     packed: bool,
     device: torch.device | str = "cpu",
+    compiled: bool = False,
     window: int | None = None,
     invariant: bool = False,
 ) -> Iterator[MicroBatch]:
@@ -104,6 +107,7 @@ def micro_batches(
     A sample over the budget goes alone, whole. Samples with an empty response have nothing to compute and are left out.
 
     Args:
+        compiled: the model's layers are.
         window: of the model's sliding layers, if it has any.
         invariant: attention is computed token by token, as in the native engine (packed only).
 
@@ -114,7 +118,7 @@ def micro_batches(
     if packed:
         segments = _segments(samples, budget)
         for chosen in _first_fit([_segment_tokens(segment) for segment in segments], budget):
-            yield _pack([segments[i] for i in chosen], device, window, invariant)
+            yield _pack([segments[i] for i in chosen], device, compiled, window, invariant)
     else:
         for rows in _rows_of_similar_length(samples, budget):
             yield _pad(rows, device)
@@ -155,7 +159,9 @@ def _first_fit(sizes: list[int], budget: int) -> list[list[int]]:
     return bins
 
 
-def _pack(segments: list[list[Sample]], device: torch.device | str, window: int | None, invariant: bool) -> MicroBatch:
+def _pack(
+    segments: list[list[Sample]], device: torch.device | str, compiled: bool, window: int | None, invariant: bool
+) -> MicroBatch:
     tokens: list[int] = []
     positions: list[np.ndarray] = []
     predictors: list[np.ndarray] = []
@@ -171,7 +177,7 @@ def _pack(segments: list[list[Sample]], device: torch.device | str, window: int 
             tokens += sample.response[:-1]
             positions.append(behind + len(prompt))
     layout: Packed | BlockSparse | PackedTokens
-    if _skips_blocks(device):
+    if _skips_blocks(device, compiled or len(tokens) > FEW):
         # A last segment that nobody reads. Two blocks at least: for a single one all would be compiled again.
         if rest := max(-len(tokens) % BLOCK, 2 * BLOCK - len(tokens)):
             tokens += [0] * rest
@@ -179,8 +185,10 @@ def _pack(segments: list[list[Sample]], device: torch.device | str, window: int 
             lengths.append([rest])
         layout = BlockSparse(lengths, device, window)
     else:
-        where = torch.from_numpy(np.concatenate(positions))
-        layout = Packed([_shared_prefix_mask(parts) for parts in lengths], where)
+        masks = [_shared_prefix_mask(parts) for parts in lengths]
+        if _joins_segments(device, len(tokens)):
+            masks = [torch.block_diag(*masks)]
+        layout = Packed([put(mask, device) for mask in masks], put(np.concatenate(positions), device))
     on_device = put(np.concatenate(positions), device)[None]
     if invariant:
         layout = PackedTokens(layout, lengths, on_device)
@@ -196,10 +204,15 @@ def _pack(segments: list[list[Sample]], device: torch.device | str, window: int 
     )
 
 
-def _skips_blocks(device: torch.device | str) -> bool:
-    """Whether attention there is one kernel for all segments: on a CPU a call for each with a mask is faster."""
+def _skips_blocks(device: torch.device | str, worth_compiling: bool) -> bool:
+    """Whether attention is one compiled kernel for all segments: on a CPU a call for each with a mask is faster."""
     # (Nor without compilation, where FlexAttention would make the scores of all tokens x tokens.)
-    return torch.device(device).type == "cuda" and not torch._dynamo.config.disable
+    return torch.device(device).type == "cuda" and worth_compiling and not torch._dynamo.config.disable
+
+
+def _joins_segments(device: torch.device | str, tokens: int) -> bool:
+    """Whether one mask serves all segments: on a GPU a call for each takes longer than computing what is masked."""
+    return torch.device(device).type == "cuda" and tokens <= FEW
 
 
 def _shared_prefix_mask(lengths: list[int]) -> Tensor:

@@ -112,6 +112,7 @@ class Shards:
                 budget,
                 packed=loaded.packed,
                 device=device,
+                compiled=loaded.compiled,
                 window=loaded.window,
                 invariant=loaded.invariant,
             )
