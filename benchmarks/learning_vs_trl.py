@@ -144,7 +144,7 @@ def _line(system: str, row: Row) -> str:
     there = [seconds for seconds, accuracy in zip(row["seconds"], row["accuracy"], strict=True) if accuracy >= GOAL]
     accuracy, half = row["accuracy"], len(row["accuracy"]) // 2
     cells = [system, str(row["seed"]), *(f"{accuracy[at]:.3f}" for at in (0, half, -1))]
-    cells += [f"{there[0]:.1f}" if there else "never", f"{row['seconds'][-1]:.1f}"]
+    cells += [f"{there[0]:.1f}" if there else "never", f"{row['seconds'][-1]:.1f}", _gpu.commits(row)]
     return f"| {' | '.join(cells)} |"
 
 
@@ -154,8 +154,8 @@ def _table(measured: dict[str, list[Row]], recipe: str) -> str:
         "with transformers' generate): held-out accuracy, answered with the same seeds. Seconds are those of the "
         "steps, without start and evaluation.",
         "",
-        f"| system | seed | accuracy before | half-way | at the end | s to {GOAL} | s, all steps |",
-        "|---|---|---|---|---|---|---|",
+        f"| system | seed | accuracy before | half-way | at the end | s to {GOAL} | s, all steps | commit |",
+        "|---|---|---|---|---|---|---|---|",
         *(_line(system, row) for system, rows in measured.items() for row in sorted(rows, key=lambda row: row["seed"])),
     ]
     ends = {system: statistics.fmean(row["accuracy"][-1] for row in rows) for system, rows in measured.items()}

@@ -26,6 +26,7 @@ from rolecall.sync import WeightSync
 from rolecall.sync.collective import Group
 from rolecall.sync.ends import Sender
 from rolecall.training.logprobs import sample_logprobs
+from rolecall.training.sharding import WHOLE
 
 REPEATS, TIMEOUT = 7, 900.0
 KEYS = {
@@ -46,7 +47,7 @@ class Source:
     """Stands for an Actor: a model whose weights change, without an optimizer (7B would not leave room for one)."""
 
     def __init__(self, config: Config):
-        self.config, self.device = config, models.device()
+        self.config, self.device, self.shards = config, models.device(), WHOLE
         self.loaded = models.load(config.model, self.device)
         self.sender: Sender | None = None
 
