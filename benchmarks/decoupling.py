@@ -21,7 +21,7 @@ def run(
     out: Path,
     size: Sequence[str] = ("0.5B", "3B"),
     mode: Sequence[str] = tuple(MODES),
-    steps: Sequence[int] = (5,),
+    steps: int = 5,
 ) -> dict[str, Any]:
     """Add to ``decoupling.json`` and ``.md`` under ``out``. On a GPU; ``--size tiny`` tries it without one.
 
@@ -34,7 +34,7 @@ def run(
         _gpu.check_installed("vllm")
     name = "decoupling" if _gpu.machine() != "dry-run" else "decoupling-dry-run"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
-    for row, peak in _gpu.measure([step.part(one, by, steps[0], KL_BETA) for one in size for by in mode]):
+    for row, peak in _gpu.measure([step.part(one, by, steps, KL_BETA) for one in size for by in mode]):
         row = _gpu.merge(result["rows"], {"mode": row.pop("system"), "peak_gib": peak} | row, KEYS)
         print(_line(row), flush=True)
         write(name, result, _table(result), out, "rolecall bench decoupling")

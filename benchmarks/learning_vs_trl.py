@@ -32,9 +32,9 @@ def run(
     out: Path,
     system: Sequence[str] = ("rolecall", "trl"),
     seed: Sequence[int] = (0, 1, 2),
-    steps: Sequence[int] = (24,),
-    every: Sequence[int] = (2,),
-    recipe: Sequence[str] = ("grpo-arithmetic",),
+    steps: int = 24,
+    every: int = 2,
+    recipe: str = "grpo-arithmetic",
 ) -> dict[str, Any]:
     """Add to ``learning-vs-trl.json``, ``.md`` and ``.svg`` under ``out``.
 
@@ -51,14 +51,14 @@ def run(
         _gpu.check_installed("vllm")
     name = NAME if _gpu.machine() != "dry-run" else f"{NAME}-dry-run"
     result = _gpu.earlier(name, out)
-    shared = {"steps": steps[0], "every": every[0], "recipe": recipe[0]}
+    shared = {"steps": steps, "every": every, "recipe": recipe}
     parts = [Part("benchmarks.learning_vs_trl", {"system": by, "seed": one} | shared) for one in seed for by in system]
     for row, _ in _gpu.measure(parts):
         by = row.pop("system")
         print(_line(by, _gpu.merge(result.setdefault(by, []), row, ["seed"])), flush=True)
         measured = {by: result[by] for by in COLORS if by in result}
         _plot(measured, out / f"{name}.svg")
-        table = f"{_table(measured, recipe[0])}\n\n![held-out accuracy by samples and by seconds]({name}.svg)"
+        table = f"{_table(measured, recipe)}\n\n![held-out accuracy by samples and by seconds]({name}.svg)"
         write(name, result, table, out, f"rolecall bench {NAME}")
     return result
 

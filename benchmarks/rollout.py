@@ -33,7 +33,7 @@ def run(
     n: Sequence[int] = (64, 512, 1024),
     lengths: Sequence[str] = ("fixed", "geometric"),
     system: Sequence[str] = ("native", "vllm"),
-    repeats: Sequence[int] = (2,),
+    repeats: int = 2,
 ) -> dict[str, Any]:
     """Add to ``rollout-h200.json`` and ``.md`` under ``out``. On a GPU; ``--size tiny`` tries it without one.
 
@@ -53,11 +53,11 @@ def run(
     for count in n:
         if count < GROUP or count % GROUP:
             raise UserError(f"--n {count}: sequences come in groups of {GROUP}.")
-    if repeats[0] < 1:
-        raise UserError(f"--repeats {repeats[0]}: nothing would be measured. Take 1 or more.")
+    if repeats < 1:
+        raise UserError(f"--repeats {repeats}: nothing would be measured. Take 1 or more.")
     name = f"rollout-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
-    shared = {"n": list(n), "lengths": list(lengths), "repeats": repeats[0]}
+    shared = {"n": list(n), "lengths": list(lengths), "repeats": repeats}
     parts = [Part("benchmarks.rollout", {"size": one, "system": by} | shared, 560.0) for one in size for by in system]
     for row, _ in _gpu.measure(parts):
         by = next(by for by in SYSTEMS if f"{by}_tok_s" in row)

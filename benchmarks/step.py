@@ -33,7 +33,7 @@ def run(
     out: Path,
     size: Sequence[str] = ("0.5B", "1.5B", "3B"),
     system: Sequence[str] = ("rolecall", "trl", "trl-sleep"),
-    steps: Sequence[int] = (5,),
+    steps: int = 5,
 ) -> dict[str, Any]:
     """Add to ``step-h200.json`` and ``.md`` under ``out``. On a GPU; ``--size tiny`` tries it without one.
 
@@ -51,7 +51,7 @@ def run(
                 _gpu.check_installed("vllm")
     name = f"step-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
-    parts = [part(one, by, steps[0]) for one in size for by in system]
+    parts = [part(one, by, steps) for one in size for by in system]
     for row, peak in _gpu.measure(parts):
         row = _gpu.merge(result["rows"], row | {"peak_gib": peak}, KEYS)
         result["ratio_vs_trl"] = _ratios(result["rows"])

@@ -21,6 +21,7 @@ from rolecall import models
 from rolecall.cluster.handles import Handle, Process
 from rolecall.cluster.worker import CLASSES, Worker
 from rolecall.config import Config
+from rolecall.errors import check_known
 from rolecall.samples import Request, Sample, Sampling
 from rolecall.sync import WeightSync
 from rolecall.sync.collective import Group
@@ -78,7 +79,7 @@ def broadcast_seconds(role: Any, address: str, port: int, rank: int, nbytes: int
     return _median(lambda: group.wait(group.broadcast(data), "the broadcast"), device)
 
 
-def run(out: Path, size: Sequence[str] = ()) -> dict[str, Any]:
+def run(out: Path, size: Sequence[str] = (), engine: Sequence[str] = ()) -> dict[str, Any]:
     """Add to ``sync-cpu`` (``sync-cuda`` on a GPU), JSON and table, under ``out``.
 
     On a GPU: both processes on one, and where there is a second one, each on its own; vLLM and SGLang where installed.
@@ -86,17 +87,21 @@ def run(out: Path, size: Sequence[str] = ()) -> dict[str, Any]:
     """
     device = models.device()
     engines = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name)]
+    if device.type == "cpu":
+        engines = ["native", *engines]
+    for by in engine:
+        check_known("engine", by, engines)
     result: dict[str, Any] = {part: [] for part in KEYS} | _gpu.earlier(_name(), out)
     ray.init("local", include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
         for name in size or (["135M"] if device.type == "cpu" else ["0.5B", "7B"]):
             path = "smollm2-135m-instruct" if name == "135M" else str(_models.make(name, Path(folder) / name))
-            for engine in ["native", *engines] if device.type == "cpu" else engines:
-                settings = {"engine": engine, "max_tokens": 64, "sleep": int(engine != "native")}
+            for by in engine or engines:
+                settings = {"engine": by, "max_tokens": 64, "sleep": int(by != "native")}
                 config = Config(model={"path": path}, rollout=settings)
                 for gpus in range(1, min(2, torch.cuda.device_count()) + 1) or [0]:
                     with _two_processes(config, gpus) as (actor, rollout):
-                        _measure(result, {"size": name, "engine": engine}, actor, rollout)
+                        _measure(result, {"size": name, "engine": by}, actor, rollout)
                     write(_name(), result, _table(result), out, "rolecall bench sync")  # what there is so far
     ray.shutdown()
     return result

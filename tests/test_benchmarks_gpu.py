@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from benchmarks import _gpu, _models, decoupling, learning_vs_trl, memory, rollout, step, training
+from benchmarks import _gpu, _models, decoupling, learning_vs_trl, memory, rollout, step, sync, training
 from benchmarks._gpu import Part
 from benchmarks._models import SIZES, Size, architecture
 from rolecall import engines, models
-from rolecall.cli import _lists
+from rolecall.cli import _given
 from rolecall.config import Config
 from rolecall.data import load_prompts
 from rolecall.errors import RunError, UserError
@@ -167,25 +167,27 @@ def test_a_row_of_several_runs_names_the_commit_of_each(tmp_path, monkeypatch):
     monkeypatch.setattr(_gpu, "_run", measured)
     cells = []
     for commit, systems in (("a", ["native", "vllm"]), ("b", ["native"]), ("c", ["invariant"]), ("b", ["vllm"])):
-        monkeypatch.setattr(_gpu, "_commit", lambda commit=commit: commit)
+        monkeypatch.setattr(_gpu, "commit", lambda commit=commit: commit)
         rollout.run(tmp_path, size=["tiny"], system=systems)
         cells.append(table(tmp_path, "rollout")[0][2].split(" | ")[-1])
     assert cells == ["a |", "b, a |", "b, a, c |", "b, c |"]
 
 
 def test_options_of_a_benchmark_have_the_type_of_their_default():
-    assert _lists(["--size", "0.5B,7B", "--n", "64"], rollout.run) == {"size": ["0.5B", "7B"], "n": [64]}
+    assert _given(["--size", "0.5B,7B", "--n", "64"], rollout.run) == {"size": ["0.5B", "7B"], "n": [64]}
+    assert _given(["--repeats", "3"], rollout.run) == {"repeats": 3}
     both = {"micro_tokens": [8192, 16384], "size": ["3B"]}
-    assert _lists(["--micro-tokens=8192,16384", "--size", "3B"], training.run) == both
+    assert _given(["--micro-tokens=8192,16384", "--size", "3B"], training.run) == both
     for wrong, says in (
         (["--sise", "7B"], "Did you mean 'size'"),
         (["--n", "many"], "--n many: write it as 64,512,1024"),
+        (["--repeats", "3,4"], "--repeats 3,4: write it as 2"),
         (["--n"], "--n has no value: write it as --n 64,512,1024"),
         (["--n="], "--n has no value"),
         (["--out", "x"], "Unknown option 'out'"),
     ):
         with pytest.raises(UserError, match=says):
-            _lists(wrong, rollout.run)
+            _given(wrong, rollout.run)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused without a GPU")
@@ -204,7 +206,7 @@ def test_without_a_gpu_a_benchmark_does_not_begin(benchmark, tmp_path):
         (rollout, {"lengths": ["geometrical"]}, "Did you mean 'geometric'"),
         (rollout, {"n": [64, 100]}, "--n 100: sequences come in groups of 8"),
         (rollout, {"n": [0]}, "--n 0"),
-        (rollout, {"repeats": [0]}, "--repeats 0: nothing would be measured"),
+        (rollout, {"repeats": 0}, "--repeats 0: nothing would be measured"),
         (memory, {"lora": ["7b"]}, "Unknown size '7b'. Known: 0.5B"),
         (step, {"system": ["trl-sleeps"]}, "Did you mean 'trl-sleep'"),
         (
@@ -212,10 +214,11 @@ def test_without_a_gpu_a_benchmark_does_not_begin(benchmark, tmp_path):
             {"size": ["tiny", "head"], "mode": ["ordinary", "invariant"]},
             "--size tiny,head: of 'head' the mem",
         ),
-        (step, {"steps": [2]}, "--steps 2: the first 2 do not count"),
+        (step, {"steps": 2}, "--steps 2: the first 2 do not count"),
         (decoupling, {"mode": ["vlm"]}, "Unknown mode 'vlm'. Did you mean 'vllm'"),
-        (decoupling, {"steps": [1]}, "--steps 1"),
+        (decoupling, {"steps": 1}, "--steps 1"),
         (learning_vs_trl, {"system": ["tlr"]}, "Did you mean 'trl'"),
+        (sync, {"engine": ["vlm"]}, "Unknown engine 'vlm'"),
     ],
 )
 def test_what_a_benchmark_cannot_measure_is_told_before_it_begins(benchmark, given, says, tmp_path):
@@ -300,7 +303,7 @@ def test_training_tried_on_a_cpu(tmp_path):
 def generated(tmp_path_factory):
     """The table of the native engine alone."""
     out = tmp_path_factory.mktemp("out")
-    rollout.run(out, size=["tiny"], n=[16], system=["native"], repeats=[1])
+    rollout.run(out, size=["tiny"], n=[16], system=["native"], repeats=1)
     return out
 
 
@@ -336,7 +339,7 @@ def test_generation_beside_vllm_tried_on_a_cpu(generated, tmp_path, monkeypatch)
     }.items():
         monkeypatch.setenv(name, value)
     shutil.copytree(generated, tmp_path, dirs_exist_ok=True)  # to add to
-    rollout.run(tmp_path, size=["tiny"], n=[16], system=["vllm"], repeats=[1])
+    rollout.run(tmp_path, size=["tiny"], n=[16], system=["vllm"], repeats=1)
     lines, figures = table(tmp_path, "rollout")
     assert len(figures["rows"]) == 2
     for row in figures["rows"]:
@@ -348,7 +351,7 @@ def test_generation_beside_vllm_tried_on_a_cpu(generated, tmp_path, monkeypatch)
 @pytest.mark.slow
 def test_a_step_beside_trls_tried_on_a_cpu(tmp_path):
     pytest.importorskip("trl")
-    step.run(tmp_path, size=["tiny"], system=["rolecall", "trl-generate"], steps=[3])
+    step.run(tmp_path, size=["tiny"], system=["rolecall", "trl-generate"], steps=3)
     _, figures = table(tmp_path, "step")
     own, theirs = figures["rows"]
     assert (own["system"], theirs["system"]) == ("rolecall", "trl-generate")
@@ -362,7 +365,7 @@ def test_a_step_beside_trls_tried_on_a_cpu(tmp_path):
 def test_decoupling_tried_on_a_cpu(tmp_path, monkeypatch, local_ray):
     """In this process: that one of its own measures a step is tried above."""
     monkeypatch.setattr(_gpu, "_run", lambda part: ((row, 1.5) for row in step.measure(**part.arguments)))
-    decoupling.run(tmp_path, size=["tiny"], mode=["transformers"], steps=[3])
+    decoupling.run(tmp_path, size=["tiny"], mode=["transformers"], steps=3)
     lines, figures = table(tmp_path, "decoupling")
     assert [row["mode"] for row in figures["rows"]] == ["transformers"] and len(figures["rows"][0]["steps"]) == 3
     assert lines[2].startswith("| tiny | transformers' generate on the Actor's weights, one process |")
@@ -373,7 +376,7 @@ def test_decoupling_tried_on_a_cpu(tmp_path, monkeypatch, local_ray):
 def test_learning_beside_trl_tried_on_a_cpu(tmp_path):
     pytest.importorskip("trl")
     systems = ["rolecall", "trl-generate"]
-    learning_vs_trl.run(tmp_path, system=systems, seed=[0], steps=[60], every=[30], recipe=["grpo-tiny"])
+    learning_vs_trl.run(tmp_path, system=systems, seed=[0], steps=60, every=30, recipe="grpo-tiny")
     _, figures = table(tmp_path, "learning-vs-trl")
     (own,), (theirs,) = (figures[system] for system in systems)
     assert own["samples"] == theirs["samples"] == [0, 30 * 128, 60 * 128]
@@ -382,3 +385,17 @@ def test_learning_beside_trl_tried_on_a_cpu(tmp_path):
         assert row["accuracy"][-1] > row["accuracy"][0] + 0.1
         assert row["seconds"] == sorted(row["seconds"])
     assert (tmp_path / "learning-vs-trl-dry-run.svg").exists()
+
+
+def test_a_sync_tried_on_a_cpu(tmp_path):
+    """By the command line: it starts a Ray of its own."""
+    line = [sys.executable, "-m", "rolecall", "bench", "sync", "--size", "tiny", "--engine", "native"]
+    done = subprocess.run([*line, "--out", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "results" / "sync-cpu.json").read_text())
+    rows = {(row["transport"], row["mode"]): row for row in figures["rows"]}
+    assert set(rows) == {(way, mode) for way in ("shared memory", "gloo") for mode in sync.MODES}
+    assert len({row["bytes"] for row in rows.values()}) == 1 and all(row["seconds"] > 0 for row in rows.values())
+    (gap,) = figures["mismatch"]
+    assert gap["max"] < 1e-4
+    assert "| tiny | native | gloo | packed, two in flight, no digest |" in (tmp_path / "sync-cpu.md").read_text()

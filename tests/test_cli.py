@@ -172,7 +172,7 @@ def test_help_for_a_benchmark_lists_its_own_options(rolecall, monkeypatch):
     assert "--out" in done.out
     assert "rollout --size 0.5B,1.5B,3B,7B --n 64,512,1024 --lengths fixed,geometric --system native,vllm" in done.out
     assert '"geometric" of a mean of a quarter of that' in done.out
-    assert "sync --size ...\n" in rolecall("bench", "sync", "--help").out
+    assert "sync --size ... --engine ...\n" in rolecall("bench", "sync", "--help").out
     for general in (("bench",), ("bench", "--help")):
         done = rolecall(*general)
         assert done.code == 0 and "--out" in done.out and "--size 0.5B,7B" in done.out

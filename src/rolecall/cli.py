@@ -101,7 +101,7 @@ def bench(
         defaults = "".join(f" --{option.replace('_', '-')} {_written(own)}" for option, own in _own(run).items())
         print(f"{name}{defaults}\n\n{inspect.getdoc(run)}")
         return
-    run(out, **_lists(context.args, run))
+    run(out, **_given(context.args, run))
     Console().print(f"Written: the table in {out}, its figures in {out / 'results'}.", highlight=False, soft_wrap=True)
 
 
@@ -138,31 +138,35 @@ def _train(config: Config, resume: bool = False) -> None:
         raise
 
 
-def _own(run: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
-    """A benchmark's own options, which take lists, and their defaults."""
+def _own(run: Callable[..., Any]) -> dict[str, Any]:
+    """A benchmark's own options and their defaults: a tuple where it takes a list."""
     parameters = inspect.signature(run).parameters
-    return {name: parameter.default for name, parameter in parameters.items() if isinstance(parameter.default, tuple)}
+    return {name: it.default for name, it in parameters.items() if it.default is not inspect.Parameter.empty}
 
 
-def _lists(arguments: list[str], run: Callable[..., Any]) -> dict[str, list[Any]]:
+def _given(arguments: list[str], run: Callable[..., Any]) -> dict[str, Any]:
     """``["--n", "64,512"]`` or ``["--n=64,512"]`` -> ``{"n": [64, 512]}``, of the type of ``run``'s default for it."""
     defaults, given = _own(run), {}
     words = [word for argument in arguments for word in argument.split("=", 1)]
     for option, text in zip_longest(words[::2], words[1::2]):
         name = option.removeprefix("--").replace("-", "_")
         check_known("option", name, defaults)
+        default = defaults[name]
         if not text:
-            raise UserError(f"{option} has no value: write it as {option} {_written(defaults[name])}.")
-        kind = type(next(iter(defaults[name]), ""))
+            raise UserError(f"{option} has no value: write it as {option} {_written(default)}.")
         try:
-            given[name] = [kind(item) for item in text.split(",")]
+            if isinstance(default, tuple):
+                kind = type(next(iter(default), ""))
+                given[name] = [kind(item) for item in text.split(",")]
+            else:
+                given[name] = type(default)(text)
         except ValueError:
-            raise UserError(f"{option} {text}: write it as {_written(defaults[name])}.") from None
+            raise UserError(f"{option} {text}: write it as {_written(default)}.") from None
     return given
 
 
-def _written(values: tuple[Any, ...]) -> str:
-    return ",".join(map(str, values)) or "..."
+def _written(default: Any) -> str:
+    return (",".join(map(str, default)) or "...") if isinstance(default, tuple) else str(default)
 
 
 def _complain(message: str) -> None:

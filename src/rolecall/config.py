@@ -284,7 +284,7 @@ class Pool(Section):
         "are",
     )
     cpus: float = Field(0.0, ge=0, description="CPUs reserved")
-    threads: int = Field(0, ge=0, description="torch threads; 0: the node's cores")
+    threads: int = Field(0, ge=0, description="torch threads; 0: the node's cores, with a GPU at most 8")
 
 
 class Cluster(Section):

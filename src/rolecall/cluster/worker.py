@@ -24,6 +24,7 @@ CLASSES = {
     "rollout": "rolecall.roles.rollout:Rollout",
     "reward": "rolecall.roles.reward:Reward",
 }
+GPU_THREADS = 8  # of torch on the CPU, beside a GPU
 
 
 class Meeting(NamedTuple):
@@ -43,7 +44,7 @@ class Worker:
 
     Args:
         pool: its name.
-        threads: for torch; 0: all cores of the node.
+        threads: for torch; 0: all cores of the node, or with a GPU at most ``GPU_THREADS``.
         alone: no other pool computes with torch.
         driver: working folder and import path of the process that started the run, used where they exist on this
             node, so that a reward function is found by the same name here as there.
@@ -56,6 +57,8 @@ class Worker:
         self.pool = pool
         self.roles: dict[str, Any] = {}
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if ray.get_gpu_ids():  # what is left for the CPU is small, and many threads wait for each other
+            cores = min(cores, GPU_THREADS)
         os.environ |= {  # before anything imports torch; Ray has set OMP_NUM_THREADS to the CPUs it reserved
             "OMP_NUM_THREADS": str(threads or cores),
             "TOKENIZERS_PARALLELISM": "false",

@@ -185,10 +185,8 @@ def _pack(
             lengths.append([rest])
         layout = BlockSparse(lengths, device, window)
     else:
-        masks = [_shared_prefix_mask(parts) for parts in lengths]
-        if _joins_segments(device, len(tokens)):
-            masks = [torch.block_diag(*masks)]
-        layout = Packed([put(mask, device) for mask in masks], put(np.concatenate(positions), device))
+        apart = [lengths] if _joins_segments(device, len(tokens)) else [[parts] for parts in lengths]
+        layout = Packed([_mask(some, device) for some in apart], put(np.concatenate(positions), device))
     on_device = put(np.concatenate(positions), device)[None]
     if invariant:
         layout = PackedTokens(layout, lengths, on_device)
@@ -215,10 +213,12 @@ def _joins_segments(device: torch.device | str, tokens: int) -> bool:
     return torch.device(device).type == "cuda" and tokens <= FEW
 
 
-def _shared_prefix_mask(lengths: list[int]) -> Tensor:
-    """(S, S) of a segment's parts: the prompt is causal; a response sees the prompt and, causally, itself."""
-    owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    visible = (owner[None, :] == 0) | (owner[:, None] == owner[None, :])
+def _mask(segments: list[list[int]], device: torch.device | str) -> Tensor:
+    """(S, S) of some segments' parts: a prompt is causal; a response sees its prompt and, causally, itself."""
+    sizes = list(map(sum, segments))
+    segment = put(np.arange(len(sizes)).repeat(sizes), device)
+    part = put(np.concatenate([np.arange(len(parts)).repeat(parts) for parts in segments]), device)
+    visible = (segment[:, None] == segment) & ((part == 0) | (part[:, None] == part))
     return visible.tril()
 
 
