@@ -1,5 +1,6 @@
 """Learning against TRL's: same model, task, prompts, batch, learning rate, reward and held-out answers' seeds."""
 
+import json
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,8 @@ from rolecall.roles.reward import Reward
 from rolecall.samples import Prompt
 
 NAME = "learning-vs-trl"
-COLORS = {"rolecall": "#4c86c6", "trl": "#d9655b", "trl-generate": "#e0a030"}
+COLORS = {"rolecall": "#4c86c6", "trl": "#d9655b", "trl-default": "#b08fc7", "trl-generate": "#e0a030"}
+WITH_VLLM = ("trl", "trl-default")
 GOAL = 0.8  # held-out accuracy, the time to which the table gives
 
 
@@ -39,7 +41,8 @@ def run(
     """Add to ``learning-vs-trl.json``, ``.md`` and ``.svg`` under ``out``.
 
     Args:
-        system: "rolecall", "trl" (with a colocated vLLM) or "trl-generate" (with transformers' generate).
+        system: "rolecall"; "trl" (with a colocated vLLM, in float32 as all the rest), "trl-default" (whose vLLM takes
+            the checkpoint's bfloat16 while TRL trains in float32) or "trl-generate" (with transformers' generate).
         every: steps between evaluations, which are not timed.
         recipe: for both; without its warm-up, which TRL counts otherwise, and without watching the KL.
     """
@@ -47,7 +50,7 @@ def run(
         check_known("system", by, COLORS)
         if by != "rolecall":
             _gpu.check_installed("trl")
-    if "trl" in system:
+    if any(by in WITH_VLLM for by in system):
         _gpu.check_installed("vllm")
     name = NAME if _gpu.machine() != "dry-run" else f"{NAME}-dry-run"
     result = _gpu.earlier(name, out)
@@ -80,7 +83,7 @@ def measure(system: str, seed: int, steps: int, every: int, recipe: str) -> Iter
             finished = train(config)
             heldout, seconds = finished.heldout, [line["time/step"] for line in finished.metrics]
         else:
-            heldout, seconds = _train_with_trl(config, folder, vllm=system == "trl")
+            heldout, seconds = _train_with_trl(config, folder, system)
     passed = [0.0, *accumulate(seconds)]
     batch = config.rollout.prompts * config.rollout.group_size
     yield {
@@ -92,7 +95,7 @@ def measure(system: str, seed: int, steps: int, every: int, recipe: str) -> Iter
     }
 
 
-def _train_with_trl(config: Config, folder: str, vllm: bool) -> tuple[dict[int, float], list[float]]:
+def _train_with_trl(config: Config, folder: str, system: str) -> tuple[dict[int, float], list[float]]:
     """Held-out accuracy by step, and the seconds of each step. Prompts come in TRL's own order."""
     from benchmarks import _trl  # which imports TRL
 
@@ -112,13 +115,14 @@ def _train_with_trl(config: Config, folder: str, vllm: bool) -> tuple[dict[int, 
             accuracies[step] = _accuracy(config, Loaded(model, tokenizer, None), heldout)
 
     clock = _trl.StepClock(evaluate)
+    path = Path(models.resolve(config.model.path))
     trainer = _trl.trainer(
-        models.resolve(config.model.path),
+        str(path if system == "trl-default" else _said_to_be_float32(path, Path(folder) / "model")),
         score,
         [{"prompt": prompt.text, "number": i} for i, prompt in enumerate(prompts)],
         clock,
         folder,
-        vllm=vllm,
+        vllm=system in WITH_VLLM,
         prompts=config.rollout.prompts,
         group_size=config.rollout.group_size,
         micro=config.rollout.prompts * config.rollout.group_size,
@@ -131,6 +135,17 @@ def _train_with_trl(config: Config, folder: str, vllm: bool) -> tuple[dict[int, 
     )
     trainer.train()
     return accuracies, clock.seconds
+
+
+def _said_to_be_float32(path: Path, folder: Path) -> Path:
+    """The same model in ``folder`` with another type in its configuration, which is the one that TRL's vLLM takes."""
+    folder.mkdir()
+    for file in path.iterdir():
+        (folder / file.name).symlink_to(file)
+    settings = json.loads((path / "config.json").read_text()) | {"dtype": "float32"}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
 
 
 def _accuracy(config: Config, loaded: Loaded, heldout: list[Prompt]) -> float:
@@ -150,9 +165,10 @@ def _line(system: str, row: Row) -> str:
 
 def _table(measured: dict[str, list[Row]], recipe: str) -> str:
     lines = [
-        f"`recipes/{recipe}.toml` by Rolecall and by TRL's GRPOTrainer (`trl`: with a colocated vLLM; `trl-generate`: "
-        "with transformers' generate): held-out accuracy, answered with the same seeds. Seconds are those of the "
-        "steps, without start and evaluation.",
+        f"`recipes/{recipe}.toml` by Rolecall and by TRL's GRPOTrainer (`trl`: with a colocated vLLM in float32, as "
+        "all the rest; `trl-default`: its vLLM in the checkpoint's bfloat16; `trl-generate`: with transformers' "
+        "generate): held-out accuracy, answered with the same seeds. Seconds are those of the steps, without start "
+        "and evaluation.",
         "",
         f"| system | seed | accuracy before | half-way | at the end | s to {GOAL} | s, all steps | commit |",
         "|---|---|---|---|---|---|---|---|",
