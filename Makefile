@@ -1,6 +1,7 @@
-# make demo   set up and train a real 135M model by GRPO, on whatever this machine has
-# make test   set up a clean environment and run the whole test suite
-# make check  lint and types
+# make demo      set up and train a real 135M model by GRPO, on whatever this machine has
+# make test      set up a clean environment and run the whole test suite, on the CPU also where there is a GPU
+# make test-gpu  run the tests of what a GPU computes in its own way: kernels, engines, sync
+# make check     lint and types
 #
 # PYTHON  the interpreter to build the environment with (3.11 or newer)
 # VENV    where the environment goes
@@ -11,13 +12,18 @@ VENV ?= .venv
 PIP ?=
 BIN := $(VENV)/bin
 
-.PHONY: demo test check clean
+ON_GPU := paged invariant engines_conform sync packing eight_bit
+
+.PHONY: demo test test-gpu check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rolecall demo
 
 test: $(VENV)/.vllm
-	$(BIN)/python -m pytest
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ON_GPU:%=tests/test_%.py)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -99,7 +99,7 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path, local_ray):
 
     Till then equal metrics to the bit; then the same prompts, and to rounding the same metrics.
     """
-    steps, killed = 24, tmp_path / "killed"
+    steps, killed = 16, tmp_path / "killed"
     short = {"run.steps": steps, "run.save_every": 3, "rollout.prompts": 2, "rollout.group_size": 4, "data.holdout": 2}
     recipe = RECIPES / "ppo-tiny.toml"  # PPO: Critic and KL controller are part of what must come back
     whole = rolecall.train(Config.load(recipe, short | {"run.dir": str(tmp_path / "whole")})).dir
