@@ -77,7 +77,7 @@ def measure(size: str, micro_tokens: list[int], mode: str) -> Iterator[Row]:
         actor = Actor(Config(model=model, rollout=rollout, actor={"micro_tokens": micro}))
         seconds = []
         for repeat in range(REPEATS + 1):
-            samples = _samples(groups, response, shape, repeat)
+            samples = random_samples(groups, response, shape, repeat)
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
             _models.synchronize()
@@ -119,7 +119,7 @@ def update_flops(shape: Size, response: int, group: int) -> int:
     return 3 * (2 * shape.body * tokens + 2 * shape.head * group * response + shape.pair_flops * pairs)
 
 
-def _samples(groups: int, response: int, shape: Size, repeat: int) -> list[Sample]:
+def random_samples(groups: int, response: int, shape: Size, repeat: int) -> list[Sample]:
     """Groups with random tokens and advantages, as an engine of the same random weights would give them."""
     draw = random.Random(repeat)
     uniform = -math.log(shape.vocabulary)

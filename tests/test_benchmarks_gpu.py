@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from benchmarks import _gpu, _models, decoupling, learning_vs_trl, memory, rollout, step, sync, training
+from benchmarks import _gpu, _models, decoupling, learning_vs_trl, memory, rollout, sharding, step, sync, training
 from benchmarks._gpu import Part
 from benchmarks._models import SIZES, Size, architecture
 from rolecall import engines, models
@@ -399,3 +399,16 @@ def test_a_sync_tried_on_a_cpu(tmp_path):
     (gap,) = figures["mismatch"]
     assert gap["max"] < 1e-4
     assert "| tiny | native | gloo | packed, two in flight, no digest |" in (tmp_path / "sync-cpu.md").read_text()
+
+
+def test_sharding_tried_on_a_cpu(tmp_path, monkeypatch):
+    """Over gloo, in this process's children: that a part has a process of its own is tried above."""
+    monkeypatch.setattr(_gpu, "_run", lambda part: ((row, 1.5) for row in sharding.measure(**part.arguments)))
+    sharding.run(tmp_path, size=["tiny"], dtype=["float32"])
+    lines, figures = table(tmp_path, "sharding")
+    one, two = figures["rows"]
+    assert (one["processes"], two["processes"]) == (1, 2)
+    assert 0 < sharding.difference(two, one) < 1e-4
+    assert lines[2].startswith("| tiny | float32 | 1 |") and lines[3].startswith("| tiny | float32 | 2 |")
+    with pytest.raises(UserError, match=r"there is none\. To try it: --size tiny"):
+        sharding.run(tmp_path, size=["3B"])

@@ -8,9 +8,14 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+for _name in ("torchao", "torch.utils._pytree"):
+    # transformers imports torchao where it is installed, which then says at every start what it does without.
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 if TYPE_CHECKING:
     from rolecall import algorithms, engines
