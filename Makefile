@@ -1,6 +1,6 @@
 # make demo      set up and train a real 135M model by GRPO, on whatever this machine has
 # make test      set up a clean environment and run the whole test suite, on the CPU also where there is a GPU
-# make test-gpu  run the tests of what a GPU computes in its own way: kernels, engines, sync
+# make test-gpu  run the tests of kernels, engines, sync and packing on a GPU
 # make check     lint and types
 #
 # PYTHON  the interpreter to build the environment with (3.11 or newer)

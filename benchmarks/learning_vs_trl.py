@@ -26,6 +26,11 @@ from rolecall.samples import Prompt
 
 NAME = "learning-vs-trl"
 COLORS = {"rolecall": "#4c86c6", "trl": "#d9655b", "trl-default": "#b08fc7", "trl-generate": "#e0a030"}
+WAYS = {
+    "trl": "with a colocated vLLM in float32, as all the rest",
+    "trl-default": "its colocated vLLM in the checkpoint's bfloat16",
+    "trl-generate": "with transformers' generate",
+}
 WITH_VLLM = ("trl", "trl-default")
 GOAL = 0.8  # held-out accuracy, the time to which the table gives
 
@@ -62,7 +67,7 @@ def run(
         measured = {by: result[by] for by in COLORS if by in result}
         _plot(measured, out / f"{name}.svg")
         table = f"{_table(measured, recipe)}\n\n![held-out accuracy by samples and by seconds]({name}.svg)"
-        write(name, result, table, out, f"rolecall bench {NAME}")
+        write(name, result, table, out, f"rolecall bench {NAME} --system {','.join(measured)}")
     return result
 
 
@@ -164,11 +169,10 @@ def _line(system: str, row: Row) -> str:
 
 
 def _table(measured: dict[str, list[Row]], recipe: str) -> str:
+    ways = "; ".join(f"`{by}`: {WAYS[by]}" for by in measured if by in WAYS)
     lines = [
-        f"`recipes/{recipe}.toml` by Rolecall and by TRL's GRPOTrainer (`trl`: with a colocated vLLM in float32, as "
-        "all the rest; `trl-default`: its vLLM in the checkpoint's bfloat16; `trl-generate`: with transformers' "
-        "generate): held-out accuracy, answered with the same seeds. Seconds are those of the steps, without start "
-        "and evaluation.",
+        f"`recipes/{recipe}.toml` by Rolecall and by TRL's GRPOTrainer ({ways}): held-out accuracy, answered with the "
+        "same seeds. Seconds are those of the steps, without start and evaluation.",
         "",
         f"| system | seed | accuracy before | half-way | at the end | s to {GOAL} | s, all steps | commit |",
         "|---|---|---|---|---|---|---|---|",

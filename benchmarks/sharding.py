@@ -1,6 +1,5 @@
 """An update on one GPU and sharded over several (FSDP2): the same numbers, memory a GPU, seconds."""
 
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -36,23 +35,26 @@ def run(
         dtype: of the weights that compute; in float32 the numbers differ by rounding of sums alone.
     """
     _models.check_sizes(size)
-    for one in dtype:
-        check_known("dtype", one, ("bfloat16", "float32"))
-    if max(processes) > (gpus := torch.cuda.device_count()) and set(size) != {"tiny"}:
+    for kind in dtype:
+        check_known("dtype", kind, ("bfloat16", "float32"))
+    if 0 < (gpus := torch.cuda.device_count()) < max(processes):
         raise UserError(f"--processes {max(processes)}: each takes a GPU, and there are {gpus}.")
     name = f"sharding-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
-    cases = [dict(zip(KEYS, case, strict=True)) for case in ((s, d, p) for s in size for d in dtype for p in processes)]
+    cases = [{"size": one, "dtype": kind, "processes": ranks} for one in size for kind in dtype for ranks in processes]
     for row, _ in _gpu.measure([Part("benchmarks.sharding", case) for case in cases]):
         row = _gpu.merge(result["rows"], row, KEYS)
         print(_line(row, result["rows"]), flush=True)
-        write(name, result, _table(result), out, "rolecall bench sharding")
+        command = f"rolecall bench sharding --size {','.join(size)} --dtype {','.join(dtype)}"
+        write(name, result, _table(result), out, command)
     return result
 
 
 def measure(size: str, dtype: str, processes: int) -> Iterator[Row]:
     """The row of one case, as the first process has it."""
-    path, store, found = str(_models.make(size)), sharding.open_store(), mp.get_context("spawn").SimpleQueue()
+    path = str(_models.make(size))
+    store = sharding.open_store()
+    found = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_updates, args=(processes, store.port, path, size, dtype, found), nprocs=processes)
     yield {"size": size, "dtype": dtype, "processes": processes} | found.get()
 
@@ -60,8 +62,7 @@ def measure(size: str, dtype: str, processes: int) -> Iterator[Row]:
 def _updates(rank: int, ranks: int, port: int, path: str, size: str, dtype: str, found: Any) -> None:
     """One process's part in some updates; the first one tells what it saw."""
     if torch.cuda.is_available():
-        mine = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(ranks)))
-        os.environ["CUDA_VISIBLE_DEVICES"] = mine.split(",")[rank]
+        torch.cuda.set_device(rank)
     if ranks > 1:
         sharding.meet(rank, "127.0.0.1", port, ranks, seconds=120)
     groups = 2 if size == "tiny" else PROMPTS
@@ -87,7 +88,7 @@ def _updates(rank: int, ranks: int, port: int, path: str, size: str, dtype: str,
 
 
 def difference(row: Row, whole: Row) -> float:
-    """The largest of any update's loss, and of its gradient's norm as a share of it."""
+    """The largest between two rows: of a loss absolutely, of a gradient's norm relative to the whole model's."""
     losses = [abs(a - b) for a, b in zip(row["losses"], whole["losses"], strict=True)]
     return max(*losses, *(abs(a / b - 1) for a, b in zip(row["norms"], whole["norms"], strict=True)))
 
@@ -107,7 +108,8 @@ def _table(result: dict[str, Any]) -> str:
             f"`Actor.update` on {PROMPTS} prompts x {GROUP} samples, {PROMPT} + {RESPONSE} tokens, random weights of "
             "Qwen2's sizes, FP32 masters and AdamW, micro-batches of 8,192 tokens; whole on one GPU, and sharded over "
             f"several. Median of {UPDATES - 1} updates after a first one, and the memory of the first GPU in them. "
-            f"The difference is the largest of {UPDATES} losses, and of gradient norms as a share of them."
+            f"The difference is the largest in {UPDATES} updates: of a loss absolutely, of a gradient's norm relative "
+            "to the whole model's."
         ),
         "",
         "| size | type | GPUs | s an update | the first, s | GiB kept | GiB at the peak | difference to one GPU "

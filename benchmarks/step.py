@@ -145,7 +145,7 @@ def _ratios(rows: list[Row]) -> dict[str, float]:
     """By size: how many times as long the faster of TRL's ways with vLLM takes."""
     ratios = {}
     for own in [row for row in rows if row["system"] == "rolecall"]:
-        theirs = [row for row in rows if row["size"] == own["size"] and row["system"] in ("trl", "trl-sleep")]
+        theirs = [row for row in rows if row["size"] == own["size"] and TRL.get(row["system"], {}).get("vllm")]
         if theirs:
             ratios[own["size"]] = min(row["s_per_step"] for row in theirs) / own["s_per_step"]
     return ratios

@@ -91,24 +91,23 @@ def run(out: Path, size: Sequence[str] = (), engine: Sequence[str] = ()) -> dict
         engines = ["native", *engines]
     for by in engine:
         check_known("engine", by, engines)
-    result: dict[str, Any] = {part: [] for part in KEYS} | _gpu.earlier(_name(), out)
+    for one in size:
+        check_known("size", one, (*_models.SIZES, "135M"))
+    name = f"sync-{device.type}"
+    result: dict[str, Any] = {part: [] for part in KEYS} | _gpu.earlier(name, out)
     ray.init("local", include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
-        for name in size or (["135M"] if device.type == "cpu" else ["0.5B", "7B"]):
-            path = "smollm2-135m-instruct" if name == "135M" else str(_models.make(name, Path(folder) / name))
+        for one in size or (["135M"] if device.type == "cpu" else ["0.5B", "7B"]):
+            path = "smollm2-135m-instruct" if one == "135M" else str(_models.make(one, Path(folder) / one))
             for by in engine or engines:
                 settings = {"engine": by, "max_tokens": 64, "sleep": int(by != "native")}
                 config = Config(model={"path": path}, rollout=settings)
                 for gpus in range(1, min(2, torch.cuda.device_count()) + 1) or [0]:
                     with _two_processes(config, gpus) as (actor, rollout):
-                        _measure(result, {"size": name, "engine": by}, actor, rollout)
-                    write(_name(), result, _table(result), out, "rolecall bench sync")  # what there is so far
+                        _measure(result, {"size": one, "engine": by}, actor, rollout)
+                    write(name, result, _table(result), out, "rolecall bench sync")  # what there is so far
     ray.shutdown()
     return result
-
-
-def _name() -> str:
-    return f"sync-{models.device().type}"
 
 
 @contextmanager
@@ -130,11 +129,11 @@ def _two_processes(config: Config, gpus: int) -> Iterator[tuple[Handle, Handle]]
             ray.kill(handle.process.worker)
 
 
-def _measure(result: dict[str, Any], what: dict[str, str], actor: Handle, rollout: Handle) -> None:
-    """``what`` is measured, its size and engine: each figure into its row of a part of ``result``, old or new."""
+def _measure(result: dict[str, Any], case: dict[str, str], actor: Handle, rollout: Handle) -> None:
+    """Merge each figure of one case (its size and engine) into the row of ``result`` that it belongs to."""
 
     def add(part: str, row: dict[str, Any]) -> None:
-        print(_gpu.merge(result[part], what | row | {"commit": _gpu.commit()}, KEYS[part]), flush=True)
+        print(_gpu.merge(result[part], case | row | {"commit": _gpu.commit()}, KEYS[part]), flush=True)
 
     on_cpu = models.device().type == "cpu"
     transports: list[tuple[str, str] | None] = [None, ("collective", "cpu")] if on_cpu else [None]
@@ -166,8 +165,9 @@ def _measure(result: dict[str, Any], what: dict[str, str], actor: Handle, rollou
         for a, b in zip(row, sample.logprobs, strict=True)
     ]
     add("mismatch", {"mean": statistics.fmean(gaps), "max": max(gaps)})
-    for level in (1, 2) if sync.way == "CUDA IPC" else ():
-        add("sleep", _sleep(level, actor, rollout, samples, requests))
+    if sync.way == "CUDA IPC":
+        for level in (1, 2):
+            add("sleep", _sleep(level, actor, rollout, samples, requests))
 
 
 def _sleep(level: int, actor: Handle, rollout: Handle, before: list[Sample], requests: list[Request]) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def _train(config: Config, resume: bool = False) -> None:
 def _own(run: Callable[..., Any]) -> dict[str, Any]:
     """A benchmark's own options and their defaults: a tuple where it takes a list."""
     parameters = inspect.signature(run).parameters
-    return {name: it.default for name, it in parameters.items() if it.default is not inspect.Parameter.empty}
+    return {name: each.default for name, each in parameters.items() if each.default is not inspect.Parameter.empty}
 
 
 def _given(arguments: list[str], run: Callable[..., Any]) -> dict[str, Any]:

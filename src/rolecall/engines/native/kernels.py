@@ -14,7 +14,7 @@ from rolecall.models.invariant import ALIGNED
 from rolecall.models.kernels import BLOCK, CHUNK, STAGES, WARPS, attend_pages, contiguous_heads, padded_size, precision
 
 # Fewer (row, head) pairs do not fill the GPU: they are split along the sequence. Few ways, as each is compiled.
-PARTS = ((512, 1), (128, 4), (0, 16))  # (pairs from which on, parts)
+SPLITS = ((512, 1), (128, 4), (0, 16))  # (least pairs, splits)
 
 
 # It does write: to pages, which it finds without an argument, and to counters, which are 0 again when it ends.
@@ -53,7 +53,7 @@ def paged_attention(
     n, heads, width = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
-    splits = next(parts for pairs, parts in PARTS if n * kv_heads >= pairs)
+    splits = next(splits for pairs, splits in SPLITS if n * kv_heads >= pairs)
     assert splits == 1 or n * kv_heads <= len(arrivals)  # each splitting pair has a counter
     # Where q, k and v are parts of one product, each row of theirs is followed by the others'.
     query, key, value = contiguous_heads(query), contiguous_heads(key), contiguous_heads(value)
