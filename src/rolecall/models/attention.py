@@ -69,10 +69,10 @@ class Packed:
     """Independent segments one behind the other in a single row, each with its own attention mask.
 
     A segment is a plain sequence, or a prompt followed by several responses that all see the prompt and not each
-    other (shared-prefix packing). Nothing leaks between segments: each one is attended alone.
+    other (shared-prefix packing). Nothing leaks between segments: a mask that several share lets none see another.
 
     Args:
-        masks: one boolean (S, S) tensor a segment, in row order; ``mask[i, j]``: position i sees position j.
+        masks: boolean (S, S), in row order, one a segment or one for several; ``mask[i, j]``: position i sees j.
         positions: (sum of S,) position ids, restarted in each segment; sliding windows are measured in them.
     """
 

@@ -54,7 +54,7 @@ class Loaded:
 
     @property
     def compiled(self) -> bool:
-        """Its decoder layers are."""
+        """Whether its decoder layers run compiled (see ``compile_layers``)."""
         return any(map(is_compiled, self.model.modules()))
 
     @property

@@ -129,11 +129,11 @@ class Rollout:
         if self._receiver is None or number not in self._awaited:
             raise RunError(f"Weight sync: bucket {number} came twice, or unannounced.")
         self._awaited.remove(number)
-        weights = self._receiver.unpack(number)
+        weights, arrived = self._receiver.unpack(number)
         self.engine.write(weights)
         if weights[0][1].is_cuda:  # all has been read: the Actor may use the memory again
             torch.cuda.current_stream().synchronize()
-        self._receiver.check(number, sent)
+        self._receiver.check(number, arrived, sent)
 
     def finish_update(self) -> None:
         """All buckets are there: the engine generates from the new weights.

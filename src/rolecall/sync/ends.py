@@ -161,8 +161,10 @@ class Receiver:
             store = dist.TCPStore(link.address, offer.port, is_master=False, timeout=timedelta(seconds=MEETING))
             self.group = Group(store, rank, link.ranks, device, link.seconds)
 
-    def unpack(self, number: int) -> list[tuple[str, Tensor]]:
+    def unpack(self, number: int) -> tuple[list[tuple[str, Tensor]], Tensor | None]:
         """The tensors of a bucket that was packed, on its slot's memory: to be read before the slot's next bucket.
+
+        And their digest, if one is wanted; a GPU computes it while they are read.
 
         Raises:
             RunError: it did not arrive.
@@ -171,20 +173,16 @@ class Receiver:
         data = self.slots[number % self.link.slots][: size(bucket)]
         if self.group is not None:
             self.group.wait(self.group.broadcast(data), f"{self._named(number)} from the Actor at {self.link.address}")
-        if self.link.verify:
-            self._arrived = digest(data)
-        return views(data, bucket)
+        return views(data, bucket), digest(data) if self.link.verify else None
 
-    def check(self, number: int, sent: int | None) -> None:
-        """Compare the digest of what ``unpack`` gave last, bucket ``number``, with that of what was ``sent``.
-
-        It is asked for when the tensors have been read: on a GPU it is computed while they are.
+    def check(self, number: int, arrived: Tensor | None, sent: int | None) -> None:
+        """Compare bucket ``number``'s digest as ``unpack`` gave it with that of what was ``sent``.
 
         Raises:
             RunError: they differ.
         """
-        if sent is not None and (arrived := int(self._arrived)) != sent:
-            found, right = (f"{value % 2**64:x}" for value in (arrived, sent))
+        if arrived is not None and sent is not None and int(arrived) != sent:
+            found, right = (f"{value % 2**64:x}" for value in (int(arrived), sent))
             raise RunError(f"Weight sync: {self._named(number)} arrived with digest {found}, the Actor sent {right}.")
 
     def _named(self, number: int) -> str:

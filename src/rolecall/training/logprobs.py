@@ -18,7 +18,7 @@ from rolecall.training.sharding import NOTHING, WHOLE, Shards
 
 # Most logits held at once: 256 MiB in float32; on a GPU 1 GiB, since short products do not fill it.
 LOGITS = {"cpu": 2**26, "cuda": 2**28}
-FEW = 2**26  # on a GPU: so few are not worth the seconds that their kernels take to compile
+UNFUSED_LOGITS = 2**26  # on a GPU: so few are not worth the seconds that their kernels take to compile
 
 
 def token_logprobs(
@@ -94,16 +94,17 @@ class _TokenLogprobs(torch.autograd.Function):
         for part, to_part, target, normalizer, entropy, *outer in chunks:
             scores = _scores(part, weight, bias)
             to_logprob, to_entropy = (x[:, None] / ctx.temperature for x in outer)
-            rest = (
+            shared = (
                 normalizer[:, None].clone(),  # at offset 0: a view's own would be compiled for
                 (normalizer - entropy)[:, None],
                 to_logprob,
                 to_entropy if ctx.entropy_gradient else None,
                 ctx.temperature,
             )
-            # The 1 of [chosen] - p is added in FP32: in a narrow type it would be rounded together with p.
-            chosen = _to_scores(scores.gather(1, target[:, None]), *rest, dtype=scores.dtype) + to_logprob
-            to_scores = _to_all_scores(scores, *rest, dtype=hidden.dtype)
+            # Every entry's gradient in one kernel. The chosen one's is written over it: its 1 of [chosen] - p is added
+            # in FP32, as in a narrow type it would be rounded together with p.
+            to_scores = _fused_score_gradient(scores, *shared, dtype=hidden.dtype)
+            chosen = _score_gradient(scores.gather(1, target[:, None]), *shared, dtype=scores.dtype) + to_logprob
             to_scores.scatter_(1, target[:, None], chosen.to(hidden.dtype))
             if weight is None:
                 to_part.copy_(to_scores)
@@ -117,7 +118,7 @@ class _TokenLogprobs(torch.autograd.Function):
             to_hidden,
             None if to_weight is None else to_weight.to(weight.dtype),
             None if to_bias is None else to_bias.to(bias.dtype),
-            *[None] * 5,
+            *[None] * 5,  # targets, temperature, entropy_gradient, size, invariant
         )
 
 
@@ -139,7 +140,7 @@ def _fused_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(scores: Tensor, *args: Any, **options: Any) -> Any:
-        return (compiled if scores.is_cuda and scores.numel() > FEW else function)(scores, *args, **options)
+        return (compiled if scores.is_cuda and scores.numel() > UNFUSED_LOGITS else function)(scores, *args, **options)
 
     return call
 
@@ -156,7 +157,7 @@ def _normalizer_and_entropy(scores: Tensor, temperature: float) -> tuple[Tensor,
     return peak[:, 0] / temperature + total.log(), total.log() - mean
 
 
-def _to_scores(
+def _score_gradient(
     scores: Tensor,
     normalizer: Tensor,
     mean: Tensor,
@@ -184,7 +185,7 @@ def _to_scores(
     return (-p * outer).to(dtype)
 
 
-_to_all_scores = _fused_on_cuda(_to_scores)  # the few chosen ones are not worth a kernel of their own
+_fused_score_gradient = _fused_on_cuda(_score_gradient)  # the few chosen ones are not worth a kernel of their own
 
 
 def response_hidden(model: nn.Module, micro: MicroBatch) -> Tensor:

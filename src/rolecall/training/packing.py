@@ -15,7 +15,7 @@ from rolecall.models.flex import BLOCK, BlockSparse, put
 from rolecall.models.invariant import PackedTokens
 from rolecall.samples import Sample, by_group
 
-FEW = 2048  # tokens of a row for which, in a model that is not compiled, no kernel is either
+MASKED_TOKENS = 2048  # On a GPU so few attend by a mask, if layers are not compiled: no kernel has to be, either.
 
 
 @dataclass
@@ -107,7 +107,7 @@ def micro_batches(
     A sample over the budget goes alone, whole. Samples with an empty response have nothing to compute and are left out.
 
     Args:
-        compiled: the model's layers are.
+        compiled: whether the model's layers are: then attention's kernel is compiled for short rows, too.
         window: of the model's sliding layers, if it has any.
         invariant: attention is computed token by token, as in the native engine (packed only).
 
@@ -176,25 +176,26 @@ def _pack(
             predictors += [np.array([last]), behind + len(tokens)]
             tokens += sample.response[:-1]
             positions.append(behind + len(prompt))
+    sparse = _skips_blocks(device, compiled or len(tokens) > MASKED_TOKENS)
+    # A last segment that nobody reads. Two blocks at least: for a single one all would be compiled again.
+    if sparse and (rest := max(-len(tokens) % BLOCK, 2 * BLOCK - len(tokens))):
+        tokens += [0] * rest
+        positions.append(np.arange(rest))
+        lengths.append([rest])
+    where = put(np.concatenate(positions), device)
     layout: Packed | BlockSparse | PackedTokens
-    if _skips_blocks(device, compiled or len(tokens) > FEW):
-        # A last segment that nobody reads. Two blocks at least: for a single one all would be compiled again.
-        if rest := max(-len(tokens) % BLOCK, 2 * BLOCK - len(tokens)):
-            tokens += [0] * rest
-            positions.append(np.arange(rest))
-            lengths.append([rest])
+    if sparse:
         layout = BlockSparse(lengths, device, window)
     else:
         apart = [lengths] if _joins_segments(device, len(tokens)) else [[parts] for parts in lengths]
-        layout = Packed([_mask(some, device) for some in apart], put(np.concatenate(positions), device))
-    on_device = put(np.concatenate(positions), device)[None]
+        layout = Packed([_mask(some, device) for some in apart], where)
     if invariant:
-        layout = PackedTokens(layout, lengths, on_device)
+        layout = PackedTokens(layout, lengths, where[None])
     samples = [sample for segment in segments for sample in segment]
     return MicroBatch(
         samples=samples,
         tokens=put(tokens, device)[None],
-        positions=on_device,
+        positions=where[None],
         layout=layout,
         attention_mask=None,
         predictors=put(np.concatenate(predictors), device),
@@ -210,7 +211,7 @@ def _skips_blocks(device: torch.device | str, worth_compiling: bool) -> bool:
 
 def _joins_segments(device: torch.device | str, tokens: int) -> bool:
     """Whether one mask serves all segments: on a GPU a call for each takes longer than computing what is masked."""
-    return torch.device(device).type == "cuda" and tokens <= FEW
+    return torch.device(device).type == "cuda" and tokens <= MASKED_TOKENS
 
 
 def _mask(segments: list[list[int]], device: torch.device | str) -> Tensor:

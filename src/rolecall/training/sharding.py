@@ -72,7 +72,10 @@ def meet(rank: int, address: str, port: int, ranks: int, seconds: float) -> None
 
 
 class _Root(nn.Module):
-    """Around a module: what runs in its forward pass finds the weights that belong to no layer whole."""
+    """FSDP2 gathers a module's weights only while its ``forward`` runs. This one's runs any function.
+
+    So all of it (log-probabilities, too, which use the output embedding directly) finds embedding, norm and head whole.
+    """
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -121,7 +124,7 @@ class Shards:
             yield from cut(samples)
             return
         micros = list(cut(share(samples, self.rank, self.count)))
-        most = max(self.gather([len(micros)]))
+        most = max(self.gather([len(micros)]))  # ranks run equally many passes, or their collectives wait for ever
         for number in range(most):
             self.root.set_requires_gradient_sync(number == most - 1)
             yield micros[number] if number < len(micros) else next(cut([NOTHING]))

@@ -56,7 +56,7 @@ class PagedEngine(LocalEngine):
         self.invariant = loaded.invariant
         self.decoder = Decoder(self.model, self.pages, self.endings.tokens, self.invariant)
         self.running: list[Running] = []  # in the order of the rows
-        self.ended: list[tuple[list[Sequence], Taken]] = []  # what these have still to be given
+        self.ended: list[tuple[list[Sequence], Taken]] = []  # ended rows' tokens, copied on the device
 
     # Not inference_mode: a module may keep a tensor it makes here (rotary caches), and the Actor trains on this model.
     @torch.no_grad()
@@ -104,7 +104,7 @@ class PagedEngine(LocalEngine):
         # The longest prompts first, so that those of one prefill are padded little.
         parts = in_parts(sequences, self.max_sequences)
         waiting = deque(sorted(parts, key=lambda part: -len(part[0].request.prompt)))
-        before: tuple[list[Running], Status] = [], self.decoder.rows.status(0)
+        previous: tuple[list[Running], Status] = [], self.decoder.rows.status(0)
         try:
             while waiting or self.running:
                 while entering := self._enter(waiting):
@@ -114,10 +114,12 @@ class PagedEngine(LocalEngine):
                     self.decoder.run(len(self.running), steps)
                     for running in self.running:
                         running.count = min(running.count + steps, running.sequence.limit)
-                now = self._status()
-                # The round before is looked at while this one computes. Where none was started the device is idle.
-                self._collect(*(before if steps else now))
-                before = now
+                latest = self._status()
+                if steps:
+                    self._collect(*previous)  # read one round late, while the device computes this one
+                else:  # no round is under way to hide behind
+                    self._collect(*latest)
+                previous = latest
             for ended, taken in self.ended:
                 self._give(ended, taken)
         finally:
@@ -182,7 +184,7 @@ class PagedEngine(LocalEngine):
             each = [(len(r.sequence.request.prompt), r.sequence.limit, r.count, len(r.pages)) for r in self.running]
             prompts, limits, counts, have = np.array(each).reshape(-1, 4).T
             steps = int((limits - counts).clip(0, STEPS).max(initial=0))
-            last = prompts + np.minimum(counts + steps, limits) - 2  # position that the last step writes
+            last = prompts + np.minimum(counts + steps, limits) - 2  # A step writes the token drawn before its own.
             missing = (last // PAGE + 1 - have).clip(0)
             if missing.sum() <= len(self.pages.free):
                 break
