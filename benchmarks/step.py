@@ -170,8 +170,9 @@ def _table(result: dict[str, Any]) -> str:
         _gpu.about(
             f"{PROMPTS} prompts x {GROUP} samples, {PROMPT} + {TOKENS} tokens, random weights of Qwen2's sizes, bf16 "
             f"over FP32 masters, random rewards; median of the steps after the first {WARMUP}. Peak memory is all that "
-            "is held on the GPU, by any process. `trl`: vLLM colocated; `trl-sleep`: in its sleep mode; "
-            "`trl-generate`: transformers' generate."
+            "is held on the GPU, by any process. `trl`: vLLM colocated, which reserves 0.3 of the GPU by default; "
+            "`trl-sleep`: in its sleep mode; `trl-generate`: transformers' generate; all without gradient "
+            "checkpointing, which is TRL's default, slower, and takes less memory."
         ),
         "",
         "| size | system | s a step | the first, s | peak GiB | mean length | mean log-probability difference "

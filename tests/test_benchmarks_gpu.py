@@ -183,6 +183,7 @@ def test_options_of_a_benchmark_have_the_type_of_their_default():
         (["--n", "many"], "--n many: write it as 64,512,1024"),
         (["--repeats", "3,4"], "--repeats 3,4: write it as 2"),
         (["--n"], "--n has no value: write it as --n 64,512,1024"),
+        (["--size", "--n", "16"], "--size has no value: write it as --size 0.5B,1.5B,3B,7B"),
         (["--n="], "--n has no value"),
         (["--out", "x"], "Unknown option 'out'"),
     ):

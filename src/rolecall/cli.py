@@ -134,7 +134,7 @@ def _train(config: Config, resume: bool = False) -> None:
             _complain(f"Stopped. It continues from its newest checkpoint: rolecall train {run}/config.toml --resume.")
         else:
             every = config.run.save_every
-            _complain(f"Stopped before its first checkpoint (run.save_every = {every}): there is nothing to resume.")
+            _complain(f"Stopped before its first checkpoint (run.save_every = {every}): with --resume it begins anew.")
         raise
 
 
@@ -152,7 +152,7 @@ def _given(arguments: list[str], run: Callable[..., Any]) -> dict[str, Any]:
         name = option.removeprefix("--").replace("-", "_")
         check_known("option", name, defaults)
         default = defaults[name]
-        if not text:
+        if not text or text.startswith("--"):
             raise UserError(f"{option} has no value: write it as {option} {_written(default)}.")
         try:
             if isinstance(default, tuple):
