@@ -1,6 +1,5 @@
 """An update on one GPU and sharded over several (FSDP2): the same numbers, memory a GPU, seconds."""
 
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -38,8 +37,12 @@ def run(
     _models.check_sizes(size)
     for one in dtype:
         check_known("dtype", one, ("bfloat16", "float32"))
-    if max(processes) > (gpus := torch.cuda.device_count()) and set(size) != {"tiny"}:
-        raise UserError(f"--processes {max(processes)}: each takes a GPU, and there are {gpus}.")
+    gpus = torch.cuda.device_count()
+    for count in processes:
+        if count < 1:
+            raise UserError(f"--processes {count}: there is nothing to measure without any.")
+        if count > gpus > 0:
+            raise UserError(f"--processes {count}: each takes a GPU, and there are {gpus}.")
     name = f"sharding-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
     cases = [dict(zip(KEYS, case, strict=True)) for case in ((s, d, p) for s in size for d in dtype for p in processes)]
@@ -59,9 +62,8 @@ def measure(size: str, dtype: str, processes: int) -> Iterator[Row]:
 
 def _updates(rank: int, ranks: int, port: int, path: str, size: str, dtype: str, found: Any) -> None:
     """One process's part in some updates; the first one tells what it saw."""
-    if torch.cuda.is_available():
-        mine = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(ranks)))
-        os.environ["CUDA_VISIBLE_DEVICES"] = mine.split(",")[rank]
+    if torch.cuda.is_available():  # (too late for CUDA_VISIBLE_DEVICES: which there are has been settled)
+        torch.cuda.set_device(rank)
     if ranks > 1:
         sharding.meet(rank, "127.0.0.1", port, ranks, seconds=120)
     groups = 2 if size == "tiny" else PROMPTS

@@ -89,6 +89,8 @@ def run(out: Path, size: Sequence[str] = (), engine: Sequence[str] = ()) -> dict
     engines = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name)]
     if device.type == "cpu":
         engines = ["native", *engines]
+    for name in size:
+        check_known("size", name, [*_models.SIZES, "135M"])
     for by in engine:
         check_known("engine", by, engines)
     result: dict[str, Any] = {part: [] for part in KEYS} | _gpu.earlier(_name(), out)

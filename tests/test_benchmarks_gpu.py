@@ -176,6 +176,7 @@ def test_a_row_of_several_runs_names_the_commit_of_each(tmp_path, monkeypatch):
 def test_options_of_a_benchmark_have_the_type_of_their_default():
     assert _given(["--size", "0.5B,7B", "--n", "64"], rollout.run) == {"size": ["0.5B", "7B"], "n": [64]}
     assert _given(["--repeats", "3"], rollout.run) == {"repeats": 3}
+    assert _given(["--recipe", "a=b", "--system=trl"], learning_vs_trl.run) == {"recipe": "a=b", "system": ["trl"]}
     both = {"micro_tokens": [8192, 16384], "size": ["3B"]}
     assert _given(["--micro-tokens=8192,16384", "--size", "3B"], training.run) == both
     for wrong, says in (
@@ -218,7 +219,12 @@ def test_without_a_gpu_a_benchmark_does_not_begin(benchmark, tmp_path):
         (decoupling, {"mode": ["vlm"]}, "Unknown mode 'vlm'. Did you mean 'vllm'"),
         (decoupling, {"steps": 1}, "--steps 1"),
         (learning_vs_trl, {"system": ["tlr"]}, "Did you mean 'trl'"),
+        (learning_vs_trl, {"system": ["rolecall"], "recipe": "grpo"}, r"'recipes/grpo\.toml' does not exist"),
+        (learning_vs_trl, {"system": ["rolecall"], "seed": [0, -1]}, r"run\.seed"),
+        (learning_vs_trl, {"system": ["rolecall"], "every": 0}, "--every 0"),
         (sync, {"engine": ["vlm"]}, "Unknown engine 'vlm'"),
+        (sync, {"size": ["9B"]}, "Unknown size '9B'"),
+        (sharding, {"processes": [1, 0]}, "--processes 0"),
     ],
 )
 def test_what_a_benchmark_cannot_measure_is_told_before_it_begins(benchmark, given, says, tmp_path):
