@@ -16,7 +16,7 @@ from rolecall.config import Config
 from rolecall.data import load_prompts
 from rolecall.data.functions import load_function
 from rolecall.engines.transformers import TransformersEngine
-from rolecall.errors import check_known
+from rolecall.errors import UserError, check_known
 from rolecall.loop import evaluation
 from rolecall.loop.run import train
 from rolecall.loop.stages import Context
@@ -24,7 +24,7 @@ from rolecall.models import Loaded
 from rolecall.roles.reward import Reward
 from rolecall.samples import Prompt
 
-NAME = "learning-vs-trl"
+NAME, RECIPE = "learning-vs-trl", "grpo-arithmetic"
 COLORS = {"rolecall": "#4c86c6", "trl": "#d9655b", "trl-default": "#b08fc7", "trl-generate": "#e0a030"}
 WAYS = {
     "trl": "with a colocated vLLM in float32, as all the rest",
@@ -41,7 +41,7 @@ def run(
     seed: Sequence[int] = (0, 1, 2),
     steps: int = 24,
     every: int = 2,
-    recipe: str = "grpo-arithmetic",
+    recipe: str = RECIPE,
 ) -> dict[str, Any]:
     """Add to ``learning-vs-trl.json``, ``.md`` and ``.svg`` under ``out``.
 
@@ -57,9 +57,15 @@ def run(
             _gpu.check_installed("trl")
     if any(by in WITH_VLLM for by in system):
         _gpu.check_installed("vllm")
-    name = NAME if _gpu.machine() != "dry-run" else f"{NAME}-dry-run"
+    if every < 1:
+        raise UserError(f"--every {every}: a curve needs evaluations on its way.")
+    name = NAME if recipe == RECIPE else f"{NAME}-{recipe}"
+    if _gpu.machine() == "dry-run":
+        name = f"{NAME}-dry-run"
     result = _gpu.earlier(name, out)
-    shared = {"steps": steps, "every": every, "recipe": recipe}
+    shared: dict[str, Any] = {"steps": steps, "every": every, "recipe": recipe}
+    for one in seed:
+        _config(one, **shared)  # what no run can be begun with is told before the first
     parts = [Part("benchmarks.learning_vs_trl", {"system": by, "seed": one} | shared) for one in seed for by in system]
     for row, _ in _gpu.measure(parts):
         by = row.pop("system")
@@ -73,17 +79,9 @@ def run(
 
 def measure(system: str, seed: int, steps: int, every: int, recipe: str) -> Iterator[Row]:
     """The curve of one run: held-out accuracy after so many samples and so many seconds of steps."""
+    config = _config(seed, steps, every, recipe)
     with tempfile.TemporaryDirectory() as folder:
-        overrides = {
-            "run.seed": seed,
-            "run.steps": steps,
-            "run.eval_every": every,
-            "run.save_every": steps,
-            "run.dir": f"{folder}/run",
-            "actor.warmup_steps": 0,
-            "algorithm.watch_kl": False,
-        }
-        config = Config.load(Path("recipes") / f"{recipe}.toml", overrides)
+        config.run.dir = f"{folder}/run"
         if system == "rolecall":
             finished = train(config)
             heldout, seconds = finished.heldout, [line["time/step"] for line in finished.metrics]
@@ -98,6 +96,18 @@ def measure(system: str, seed: int, steps: int, every: int, recipe: str) -> Iter
         "seconds": [passed[step] for step in heldout],
         "accuracy": list(heldout.values()),
     }
+
+
+def _config(seed: int, steps: int, every: int, recipe: str) -> Config:
+    overrides = {
+        "run.seed": seed,
+        "run.steps": steps,
+        "run.eval_every": every,
+        "run.save_every": steps,
+        "actor.warmup_steps": 0,
+        "algorithm.watch_kl": False,
+    }
+    return Config.load(Path("recipes") / f"{recipe}.toml", overrides)
 
 
 def _train_with_trl(config: Config, folder: str, system: str) -> tuple[dict[int, float], list[float]]:

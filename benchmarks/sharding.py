@@ -37,8 +37,12 @@ def run(
     _models.check_sizes(size)
     for kind in dtype:
         check_known("dtype", kind, ("bfloat16", "float32"))
-    if 0 < (gpus := torch.cuda.device_count()) < max(processes):
-        raise UserError(f"--processes {max(processes)}: each takes a GPU, and there are {gpus}.")
+    gpus = torch.cuda.device_count()
+    for count in processes:
+        if count < 1:
+            raise UserError(f"--processes {count}: there is nothing to measure without any.")
+        if count > gpus > 0:
+            raise UserError(f"--processes {count}: each takes a GPU, and there are {gpus}.")
     name = f"sharding-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
     cases = [{"size": one, "dtype": kind, "processes": ranks} for one in size for kind in dtype for ranks in processes]
@@ -61,7 +65,7 @@ def measure(size: str, dtype: str, processes: int) -> Iterator[Row]:
 
 def _updates(rank: int, ranks: int, port: int, path: str, size: str, dtype: str, found: Any) -> None:
     """One process's part in some updates; the first one tells what it saw."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_available():  # (too late for CUDA_VISIBLE_DEVICES: which there are has been settled)
         torch.cuda.set_device(rank)
     if ranks > 1:
         sharding.meet(rank, "127.0.0.1", port, ranks, seconds=120)

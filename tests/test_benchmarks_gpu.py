@@ -176,6 +176,7 @@ def test_a_row_of_several_runs_names_the_commit_of_each(tmp_path, monkeypatch):
 def test_options_of_a_benchmark_have_the_type_of_their_default():
     assert _given(["--size", "0.5B,7B", "--n", "64"], rollout.run) == {"size": ["0.5B", "7B"], "n": [64]}
     assert _given(["--repeats", "3"], rollout.run) == {"repeats": 3}
+    assert _given(["--recipe", "a=b", "--system=trl"], learning_vs_trl.run) == {"recipe": "a=b", "system": ["trl"]}
     both = {"micro_tokens": [8192, 16384], "size": ["3B"]}
     assert _given(["--micro-tokens=8192,16384", "--size", "3B"], training.run) == both
     for wrong, says in (
@@ -219,7 +220,12 @@ def test_without_a_gpu_a_benchmark_does_not_begin(benchmark, tmp_path):
         (decoupling, {"mode": ["vlm"]}, "Unknown mode 'vlm'. Did you mean 'vllm'"),
         (decoupling, {"steps": 1}, "--steps 1"),
         (learning_vs_trl, {"system": ["tlr"]}, "Did you mean 'trl'"),
+        (learning_vs_trl, {"system": ["rolecall"], "recipe": "grpo"}, r"'recipes/grpo\.toml' does not exist"),
+        (learning_vs_trl, {"system": ["rolecall"], "seed": [0, -1]}, r"run\.seed"),
+        (learning_vs_trl, {"system": ["rolecall"], "every": 0}, "--every 0"),
         (sync, {"engine": ["vlm"]}, "Unknown engine 'vlm'"),
+        (sync, {"size": ["9B"]}, "Unknown size '9B'"),
+        (sharding, {"processes": [1, 0]}, "--processes 0"),
     ],
 )
 def test_what_a_benchmark_cannot_measure_is_told_before_it_begins(benchmark, given, says, tmp_path):
@@ -393,13 +399,13 @@ def test_a_sync_tried_on_a_cpu(tmp_path):
     line = [sys.executable, "-m", "rolecall", "bench", "sync", "--size", "tiny", "--engine", "native"]
     done = subprocess.run([*line, "--out", str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads((tmp_path / "results" / "sync-cpu.json").read_text())
+    figures = json.loads((tmp_path / "results" / "sync-dry-run.json").read_text())
     rows = {(row["transport"], row["mode"]): row for row in figures["rows"]}
     assert set(rows) == {(way, mode) for way in ("shared memory", "gloo") for mode in sync.MODES}
     assert len({row["bytes"] for row in rows.values()}) == 1 and all(row["seconds"] > 0 for row in rows.values())
     (gap,) = figures["mismatch"]
     assert gap["max"] < 1e-4
-    assert "| tiny | native | gloo | packed, two in flight, no digest |" in (tmp_path / "sync-cpu.md").read_text()
+    assert "| tiny | native | gloo | packed, two in flight, no digest |" in (tmp_path / "sync-dry-run.md").read_text()
 
 
 def test_sharding_tried_on_a_cpu(tmp_path, monkeypatch):

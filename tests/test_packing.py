@@ -15,7 +15,7 @@ from transformers import (
 
 from rolecall.errors import RunError
 from rolecall.models import Loaded
-from rolecall.models.attention import why_unsupported
+from rolecall.models.attention import Packed, why_unsupported
 from rolecall.training import packing
 from rolecall.training.logprobs import sample_logprobs
 from rolecall.training.packing import micro_batches
@@ -188,6 +188,27 @@ def test_without_compilation_a_gpu_attends_by_masks_as_a_cpu_does():
     assert not packing._skips_blocks("cuda", False)
     with torch._dynamo.config.patch(disable=True):  # (monkeypatch would leave torch's switch unreadable)
         assert not packing._skips_blocks("cuda", True)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.lists(st.integers(0, 4), min_size=1, max_size=4)), min_size=1, max_size=4),
+    st.one_of(st.none(), st.integers(1, 6)),
+)
+def test_a_mask_is_what_each_token_sees(segments, window):
+    """Token by token: (segment, part, position), part 0 the prompt. A response of one token has no part of its own."""
+    tokens = []
+    for number, (prompt, responses) in enumerate(segments):
+        tokens += [(number, 0, place) for place in range(prompt)]
+        tokens += [(number, i, prompt + place) for i, size in enumerate(responses, 1) for place in range(size)]
+
+    def sees(i: int, j: int) -> bool:
+        (segment, part, here), (other, its_part, there) = tokens[i], tokens[j]
+        near = window is None or here - there < window
+        return j <= i and segment == other and its_part in (0, part) and near
+
+    mask = packing._mask([[prompt, *responses] for prompt, responses in segments], "cpu")
+    (found,) = Packed([mask], torch.tensor([place for *_, place in tokens]))._masks(window)
+    assert found.tolist() == [[sees(i, j) for j in range(len(tokens))] for i in range(len(tokens))]
 
 
 def test_one_mask_for_all_segments_is_those_of_each(loaded, monkeypatch):

@@ -147,7 +147,7 @@ def _own(run: Callable[..., Any]) -> dict[str, Any]:
 def _given(arguments: list[str], run: Callable[..., Any]) -> dict[str, Any]:
     """``["--n", "64,512"]`` or ``["--n=64,512"]`` -> ``{"n": [64, 512]}``, of the type of ``run``'s default for it."""
     defaults, given = _own(run), {}
-    words = [word for argument in arguments for word in argument.split("=", 1)]
+    words = [word for argument in arguments for word in argument.split("=", 1 if argument.startswith("--") else 0)]
     for option, text in zip_longest(words[::2], words[1::2]):
         name = option.removeprefix("--").replace("-", "_")
         check_known("option", name, defaults)

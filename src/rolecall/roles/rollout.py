@@ -38,7 +38,7 @@ class Rollout:
             size = sum(entry.nbytes for entry in entries) / 2**30
             log.info("The engine keeps a whole copy of the sharded Actor's weights: %.1f GiB.", size)
         self._receiver: Receiver | None = None
-        self._awaited: set[int] = set()  # buckets of an update that have not arrived
+        self._awaited: set[int] = set()  # buckets of an update that have not arrived, or not as they were sent
         self._unfinished: int | None = None  # the version of an update that was begun
 
     @property
@@ -115,6 +115,7 @@ class Rollout:
         """All weights of ``version`` come: ``write`` takes each bucket, ``finish_update`` puts them to use."""
         if self._receiver is None:
             raise RunError("Weight sync: this Rollout has not joined the Actor.")
+        self._awaited = set()  # of an update that broke off
         self.engine.start_update()
         self._awaited = set(range(len(self._receiver.buckets)))
         self._unfinished = version
@@ -128,25 +129,25 @@ class Rollout:
         """
         if self._receiver is None or number not in self._awaited:
             raise RunError(f"Weight sync: bucket {number} came twice, or unannounced.")
-        self._awaited.remove(number)
         weights, arrived = self._receiver.unpack(number)
         self.engine.write(weights)
         if weights[0][1].is_cuda:  # all has been read: the Actor may use the memory again
             torch.cuda.current_stream().synchronize()
         self._receiver.check(number, arrived, sent)
+        self._awaited.remove(number)  # only now: the driver may have asked to finish before it hears of an error here
 
     def finish_update(self) -> None:
         """All buckets are there: the engine generates from the new weights.
 
         Raises:
-            RunError: some are missing, or the engine holds something else than was sent.
+            RunError: some are missing or have changed on the way, or the engine holds something else than was sent.
         """
         if self._unfinished is None:
             raise RunError("Weight sync: no update was begun.")
         if self._awaited:
             raise RunError(
-                f"Weight sync: {len(self._awaited)} buckets of version {self._unfinished} never arrived "
-                f"({sorted(self._awaited)})."
+                f"Weight sync: {len(self._awaited)} buckets of version {self._unfinished} did not arrive as they were "
+                f"sent ({sorted(self._awaited)})."
             )
         self.engine.finish_update(self._unfinished)
         self._unfinished = None

@@ -56,7 +56,7 @@ class WeightSync:
         self._transport = transport or choose(actor.process, [rollout.process for rollout in rollouts])
         self.way = WAYS[self._transport]
         self.version: int | None = None  # that the engines have since the last sync
-        self._joined: list[str] = []  # the processes that are
+        self._joined: list[str] = []  # the processes between which the last sync went through
         self._sizes: list[int] = []  # bytes of each bucket's tensors
 
     def __call__(self, version: int) -> dict[str, float]:
@@ -91,9 +91,10 @@ class WeightSync:
         if self.sleeps:  # the Actor makes room for the engine's weights
             self.actor.start(release).result()
             self._each("wake", "weights")
-        if self._joined != (processes := [handle.process.actor_id for handle in (self.actor, *self.rollouts)]):
+        processes = [handle.process.actor_id for handle in (self.actor, *self.rollouts)]
+        joined, self._joined = self._joined, []  # should this one break off, one end may wait for what never comes
+        if joined != processes:
             self._join()
-            self._joined = processes
         calls = [rollout.start("start_update", version) for rollout in self.rollouts]
         writes: list[list[Future]] = []
         for number in range(len(self._sizes)):  # calls to one process run in their order, so only slots are waited for
@@ -105,6 +106,7 @@ class WeightSync:
         _wait([*calls, *(rollout.start("finish_update") for rollout in self.rollouts)])
         if self.sleeps:
             self._each("wake", "kv_cache")
+        self._joined = processes
 
     def _join(self) -> None:
         """Tell the engines once what will come, and connect them with the Actor's end."""
