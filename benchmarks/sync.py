@@ -95,7 +95,8 @@ def run(out: Path, size: Sequence[str] = (), engine: Sequence[str] = ()) -> dict
         check_known("size", one, (*_models.SIZES, "135M"))
     name = f"sync-{device.type}" if "tiny" not in size else "sync-dry-run"
     result: dict[str, Any] = {part: [] for part in KEYS} | _gpu.earlier(name, out)
-    ray.init("local", include_dashboard=False, log_to_driver=False)
+    if not ray.is_initialized():
+        ray.init("local", include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
         for one in size or (["135M"] if device.type == "cpu" else ["0.5B", "7B"]):
             path = "smollm2-135m-instruct" if one == "135M" else str(_models.make(one, Path(folder) / one))
@@ -106,7 +107,6 @@ def run(out: Path, size: Sequence[str] = (), engine: Sequence[str] = ()) -> dict
                     with _two_processes(config, gpus) as (actor, rollout):
                         _measure(result, {"size": one, "engine": by}, actor, rollout)
                     write(name, result, _table(result), out, "rolecall bench sync")  # what there is so far
-    ray.shutdown()
     return result
 
 

@@ -394,11 +394,8 @@ def test_learning_beside_trl_tried_on_a_cpu(tmp_path):
     assert (tmp_path / "learning-vs-trl-dry-run.svg").exists()
 
 
-def test_a_sync_tried_on_a_cpu(tmp_path):
-    """By the command line: it starts a Ray of its own."""
-    line = [sys.executable, "-m", "rolecall", "bench", "sync", "--size", "tiny", "--engine", "native"]
-    done = subprocess.run([*line, "--out", str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_sync_tried_on_a_cpu(tmp_path, local_ray):
+    sync.run(tmp_path, size=["tiny"], engine=["native"])
     figures = json.loads((tmp_path / "results" / "sync-dry-run.json").read_text())
     rows = {(row["transport"], row["mode"]): row for row in figures["rows"]}
     assert set(rows) == {(way, mode) for way in ("shared memory", "gloo") for mode in sync.MODES}
