@@ -165,8 +165,8 @@ def _held(pid: int) -> float:
 
 def commit() -> str:
     """Short, and with a + where the code has been changed since."""
-    commit, _, changed = collect()["commit"].partition("-")
-    return commit[:7] + ("+" if changed else "")
+    whole, _, changed = collect()["commit"].partition("-")
+    return whole[:7] + ("+" if changed else "")
 
 
 def machine() -> str:

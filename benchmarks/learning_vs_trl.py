@@ -155,11 +155,11 @@ def _train_with_trl(config: Config, folder: str, system: str) -> tuple[dict[int,
 def _said_to_be_float32(path: Path, folder: Path) -> Path:
     """The same model in ``folder`` with another type in its configuration, which is the one that TRL's vLLM takes."""
     folder.mkdir()
-    for file in path.iterdir():
-        (folder / file.name).symlink_to(file)
     settings = json.loads((path / "config.json").read_text()) | {"dtype": "float32"}
-    (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(settings))
+    for file in path.iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file)
     return folder
 
 

@@ -95,6 +95,7 @@ def run(out: Path, size: Sequence[str] = (), engine: Sequence[str] = ()) -> dict
         check_known("size", one, (*_models.SIZES, "135M"))
     name = f"sync-{device.type}" if "tiny" not in size else "sync-dry-run"
     result: dict[str, Any] = {part: [] for part in KEYS} | _gpu.earlier(name, out)
+    commit = _gpu.commit()
     if not ray.is_initialized():
         ray.init("local", include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +106,7 @@ def run(out: Path, size: Sequence[str] = (), engine: Sequence[str] = ()) -> dict
                 config = Config(model={"path": path}, rollout=settings)
                 for gpus in range(1, min(2, torch.cuda.device_count()) + 1) or [0]:
                     with _two_processes(config, gpus) as (actor, rollout):
-                        _measure(result, {"size": one, "engine": by}, actor, rollout)
+                        _measure(result, {"size": one, "engine": by, "commit": commit}, actor, rollout)
                     write(name, result, _table(result), out, "rolecall bench sync")  # what there is so far
     return result
 
@@ -130,10 +131,10 @@ def _two_processes(config: Config, gpus: int) -> Iterator[tuple[Handle, Handle]]
 
 
 def _measure(result: dict[str, Any], case: dict[str, str], actor: Handle, rollout: Handle) -> None:
-    """Merge each figure of one case (its size and engine) into the row of ``result`` that it belongs to."""
+    """Merge each figure of one case (its size, engine and commit) into the row of ``result`` that it belongs to."""
 
     def add(part: str, row: dict[str, Any]) -> None:
-        print(_gpu.merge(result[part], case | row | {"commit": _gpu.commit()}, KEYS[part]), flush=True)
+        print(_gpu.merge(result[part], case | row, KEYS[part]), flush=True)
 
     on_cpu = models.device().type == "cpu"
     transports: list[tuple[str, str] | None] = [None, ("collective", "cpu")] if on_cpu else [None]

@@ -29,6 +29,8 @@ class NativeEngine(LocalEngine):
     def __init__(self, loaded: Loaded, max_sequences: int):
         super().__init__(loaded, max_sequences)
         self.cache = Cache()
+        vocabulary = self.model.get_output_embeddings().weight.shape[0]
+        self.ends = token_mask(self.endings.tokens, vocabulary, self.model.device)
 
     # Not inference_mode: a module may keep a tensor it makes here (rotary caches), and the Actor trains on this model.
     @torch.no_grad()
@@ -88,7 +90,7 @@ class NativeEngine(LocalEngine):
         return logits(self.model, hidden_states(self.model, batch.tokens[:, None], positions[:, None], layout)[:, 0])
 
     def _sample(self, logits: Tensor, rows: list[Sequence], batch: Batch) -> None:
-        tokens, logprobs = draw(logits, batch, token_mask(self.endings.tokens, logits.shape[-1], logits.device))
+        tokens, logprobs = draw(logits, batch, self.ends)
         batch.advance(tokens)
         both = torch.stack([tokens.double(), logprobs.double()])  # one transfer; both are exact in float64
         for row, token, logprob in zip(rows, *both.tolist(), strict=True):
