@@ -133,6 +133,14 @@ def make(size: str, folder: Path | None = None) -> Path:
     return folder
 
 
+def outline(size: str, folder: Path) -> None:
+    """Write what tells that model's sizes into ``folder``, no weights."""
+    config = architecture(SIZES[size], tie_word_embeddings=SIZES[size].tied)
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+
+
 @torch.no_grad()
 def _draw_often(model: Any, often: int) -> None:
     """Make the probability of ``OFTEN`` 1 / ``often``, on average over random tokens.

@@ -1,5 +1,6 @@
-"""What fills one GPU, by part: generation and training in one process, of a 3B in full and a 7B with LoRA."""
+"""What fills one GPU, by part: generation and training in one process; and whether a smaller GPU would do."""
 
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,14 +12,20 @@ import torch
 
 from benchmarks import _gpu, _models, write
 from benchmarks._gpu import PROMPT, Part, Row
-from rolecall import models
+from rolecall import models, preflight
 from rolecall.config import Config
-from rolecall.errors import check_known
+from rolecall.doctor import CONTEXT
+from rolecall.errors import UserError, check_known
 from rolecall.roles.actor import Actor
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Request, Sampling
 
 PROMPTS, GROUP, TOKENS, RANK = 32, 8, 256, 32
+TRAINS: dict[str, tuple[str, dict[str, Any]]] = {
+    "all": ("all weights", {}),
+    "lean": ("all, checkpointing, 8-bit moments", {"actor": {"checkpointing": True, "optimizer": "adamw-8bit"}}),
+    "lora": (f"LoRA of rank {RANK}", {"model": {"lora_rank": RANK}}),
+}
 TINY = 2, 16  # prompts and tokens of the model "tiny", with which a CPU tries all of this
 ROUNDS = 2  # of generation and update: the first allocates what the second finds there
 PARTS = {
@@ -29,48 +36,57 @@ PARTS = {
     "generate": "generation, over that",
     "update": "update, over that",
 }
-KEYS = ("size", "trains")
+KEYS = ("size", "trains", "gib")
 
 
 def run(
     out: Path,
     size: Sequence[str] = ("3B", "7B"),
-    lora: Sequence[str] = ("7B",),
+    trains: Sequence[str] = ("all", "lora"),
+    gib: Sequence[int] = (0,),
 ) -> dict[str, Any]:
     """Add to ``memory-h200.json`` and ``.md`` under ``out``. On a GPU; ``--size tiny`` tries it without one.
 
+    What does not fit, as ``rolecall doctor`` counts, is left out.
+
     Args:
-        lora: of the sizes those that train LoRA adapters; the others train all their weights.
+        trains: all; lean (all, with checkpointing and 8-bit moments); lora.
+        gib: of the GPU: of a larger one all but so many are taken first; 0: the whole GPU.
     """
     _models.check_sizes(size)
-    for one in lora:
-        check_known("size", one, _models.SIZES)
+    for way in trains:
+        check_known("trains", way, TRAINS)
+    has = _total()
+    if wrong := [one for one in gib if not 0 <= one <= has]:
+        raise UserError(f"--gib {wrong[0]}: there are {has}.")
     name = f"memory-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
-    parts = [Part("benchmarks.memory", {"size": one, "trains": "lora" if one in lora else "all"}) for one in size]
+    cases = [(one, way, room or has) for one in size for way in trains for room in gib]
+    fitting = [dict(zip(KEYS, case, strict=True)) for case in cases if _predict(*case)]
+    parts = [Part("benchmarks.memory", case) for case in fitting]
     for row, peak in _gpu.measure(parts):
-        row = _gpu.merge(result["rows"], row | {"peak_gib": peak}, KEYS)
+        row = _gpu.merge(result["rows"], row | {"peak_gib": peak - row.pop("ballast")}, KEYS)
         print(_line(row), flush=True)
         write(name, result, _table(result), out, "rolecall bench memory")
     return result
 
 
-def measure(size: str, trains: str) -> Iterator[Row]:
+def measure(size: str, trains: str, gib: int) -> Iterator[Row]:
     """The row of one model: GiB by part, seconds of the last generation and update."""
-    prompts, tokens = TINY if size == "tiny" else (PROMPTS, TOKENS)
-    config = Config(
-        model={"path": str(_models.make(size)), "lora_rank": RANK if trains == "lora" else 0},
-        rollout={"prompts": prompts, "group_size": GROUP, "max_tokens": tokens, "max_sequences": prompts * GROUP},
-    )
+    _models.make(size)
+    ballast = _ballast(gib)
+    before = _held()
+    config = _config(size, trains)
     actor = Actor(config)
     weights = sum(
-        p.numel() * p.itemsize for p in actor.loaded.model.parameters() if trains == "all" or not p.requires_grad
+        p.numel() * p.itemsize for p in actor.loaded.model.parameters() if trains != "lora" or not p.requires_grad
     )
-    row: Row = {"size": size, "trains": trains, "weights": weights / 2**30, "masters": _held() - weights / 2**30}
+    row: Row = {"size": size, "trains": trains, "gib": gib, "ballast": ballast.nbytes / 2**30}
+    row |= {"weights": weights / 2**30, "masters": _held() - before - weights / 2**30}
     rollout = Rollout(config, actor)
-    sampling = Sampling(tokens)
+    sampling = Sampling(config.rollout.max_tokens)
     for number in range(ROUNDS):
-        texts = _gpu.token_prompts(prompts, seed=number)
+        texts = _gpu.token_prompts(config.rollout.prompts, seed=number)
         requests = [Request(i, str(i), text, GROUP, number, sampling) for i, text in enumerate(texts)]
         with _watched(row, "generate", "engine"):
             samples = rollout.generate(requests)
@@ -79,7 +95,39 @@ def measure(size: str, trains: str) -> Iterator[Row]:
         with _watched(row, "update", "adam"):
             actor.update(samples)
         rollout.share_weights(number + 1)
-    yield row
+    yield row | {"micro_tokens": actor.micro_tokens}
+
+
+def _config(size: str, trains: str, folder: Path | None = None) -> Config:
+    prompts, tokens = TINY if size == "tiny" else (PROMPTS, TOKENS)
+    _, settings = TRAINS[trains]
+    return Config(
+        model={"path": str(folder or _models.make(size))} | settings.get("model", {}),
+        data={"max_prompt_tokens": PROMPT},
+        rollout={"prompts": prompts, "group_size": GROUP, "max_tokens": tokens, "max_sequences": prompts * GROUP},
+        actor=settings.get("actor", {}),
+    )
+
+
+def _predict(size: str, trains: str, gib: int) -> int:
+    """Tokens of the micro-batches that the GPU's memory should come out as; 0: it is too small."""
+    with tempfile.TemporaryDirectory() as folder:
+        _models.outline(size, Path(folder))
+        (process,) = preflight.processes(_config(size, trains, Path(folder)))
+    return process.micro_tokens(gib * 2**30 - CONTEXT)["actor"]
+
+
+def _total() -> int:
+    """GiB of the GPU, or of this machine's memory."""
+    on_gpu = torch.cuda.is_available()
+    total = torch.cuda.get_device_properties(0).total_memory if on_gpu else psutil.virtual_memory().total
+    return round(total / 2**30)
+
+
+def _ballast(gib: int) -> torch.Tensor:
+    """What has to be taken so that a GPU of ``gib`` GiB is left."""
+    taken = max(0, torch.cuda.mem_get_info()[0] - gib * 2**30 + CONTEXT) if torch.cuda.is_available() else 0
+    return torch.empty(taken if gib < _total() else 0, dtype=torch.uint8, device=models.device())
 
 
 @contextmanager
@@ -102,24 +150,28 @@ def _held() -> float:
 
 
 def _line(row: Row) -> str:
-    cells = [row["size"], "all weights" if row["trains"] == "all" else f"LoRA of rank {RANK}"]
+    cells = [row["size"], TRAINS[row["trains"]][0], str(row["gib"])]
+    counts = _predict(**{key: row[key] for key in KEYS}), row.get("micro_tokens")
+    cells += [f"{count:,}" if count else "" for count in counts]
     cells += [f"{row[part]:.1f}" for part in PARTS]
     cells += [f"{row['peak_gib']:.1f}", f"{row['generate_s']:.2f}", f"{row['update_s']:.2f}", _gpu.commits(row)]
     return f"| {' | '.join(cells)} |"
 
 
 def _table(result: dict[str, Any]) -> str:
-    heads = ["size", "trains", *PARTS.values(), "peak of the GPU", "generate, s", "update, s", "commit"]
+    heads = ["size", "trains", "GPU of", "micro-batches predicted", "in the run", *PARTS.values()]
+    heads += ["peak of the GPU", "generate, s", "update, s", "commit"]
     lines = [
         _gpu.about(
             f"GiB by part: {PROMPTS} prompts x {GROUP} samples, {PROMPT} + {TOKENS} tokens, random weights of Qwen2's "
             "sizes in bf16, the native engine on the Actor's weights in one process. The peak of the GPU is all that "
-            "is held on it, torch's unused blocks and CUDA's own included."
+            "is held on it, torch's unused blocks and CUDA's own included. Tokens of micro-batches as `rolecall "
+            "doctor` predicts them, and as they came out."
         ),
         "",
         f"| {' | '.join(heads)} |",
         f"|{'---|' * len(heads)}",
-        *(_line(row) for row in sorted(result["rows"], key=lambda row: (row["size"], row["trains"]))),
+        *(_line(row) for row in sorted(result["rows"], key=lambda row: tuple(row[key] for key in KEYS))),
     ]
     return "\n".join(lines)
 

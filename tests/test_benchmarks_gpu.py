@@ -209,7 +209,8 @@ def test_without_a_gpu_a_benchmark_does_not_begin(benchmark, tmp_path):
         (rollout, {"n": [64, 100]}, "--n 100: sequences come in groups of 8"),
         (rollout, {"n": [0]}, "--n 0"),
         (rollout, {"repeats": 0}, "--repeats 0: nothing would be measured"),
-        (memory, {"lora": ["7b"]}, "Unknown size '7b'. Known: 0.5B"),
+        (memory, {"trains": ["some"]}, "Unknown trains 'some'. Known: all, lean, lora"),
+        (memory, {"gib": [24, 4000]}, r"--gib 4000: there are \d+"),
         (step, {"system": ["trl-sleeps"]}, "Did you mean 'trl-sleep'"),
         (
             training,
@@ -324,7 +325,7 @@ def test_generation_tried_on_a_cpu(generated):
 
 def test_memory_tried_on_a_cpu(tmp_path):
     pytest.importorskip("peft")
-    memory.run(tmp_path, size=["tiny"], lora=["tiny"])
+    memory.run(tmp_path, size=["tiny"], trains=["lora"])
     lines, figures = table(tmp_path, "memory")
     (row,) = figures["rows"]
     # Without the adapter, 4 bytes each: the matrices; a layer's two norms and biases of q, k and v; the last norm.
@@ -332,7 +333,8 @@ def test_memory_tried_on_a_cpu(tmp_path):
     others = 2 * (2 * 64 + 64 + 2 * 32) + 64
     assert row["weights"] * 2**30 == 4 * (shape.body + shape.head + others)
     assert row["peak_gib"] > 0.1 and row["masters"] > 0
-    assert lines[2].startswith("| tiny | LoRA of rank 32 | 0.0 |")
+    assert row["micro_tokens"] == 4096  # as on every CPU
+    assert lines[2].startswith(f"| tiny | LoRA of rank 32 | {row['gib']} | 16,384 | 4,096 | 0.0 |")
 
 
 @needs_vllm

@@ -105,12 +105,19 @@ def bench(
     Console().print(f"Written: the table in {out}, its figures in {out / 'results'}.", highlight=False, soft_wrap=True)
 
 
-@app.command()
-def doctor() -> None:
-    """Say what is installed, which engines and devices are usable, and what to install for the rest."""
+@app.command(context_settings=OVERRIDES)
+def doctor(
+    context: typer.Context,
+    file: Annotated[str, typer.Argument(help="Of a run: will it fit? As for train, fields can be overridden")] = "",
+) -> None:
+    """Say what is installed, which engines and devices are usable, and what to install for the rest.
+
+    With a configuration file, also whether the run's model suits Rolecall and what memory it needs of a GPU.
+    """
+    config = Config.load(file, context.args) if file else None
     from rolecall.doctor import main
 
-    raise typer.Exit(main())
+    raise typer.Exit(main(config))
 
 
 def main() -> None:

@@ -1,4 +1,7 @@
-"""``rolecall doctor``: what is installed, which engines and devices are usable, and what to install for the rest."""
+"""``rolecall doctor``: what is installed, which engines and devices are usable, and what to install for the rest.
+
+And of a run: does its model suit Rolecall, and how large a GPU does it need?
+"""
 
 import importlib.metadata
 import os
@@ -9,16 +12,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from rolecall.config import Config
 from rolecall.telemetry.versions import installed
 
+if TYPE_CHECKING:
+    from rolecall.preflight import Process
+
+Status = Literal["ok", "missing", "optional"]
+
 NOT_LISTED = {"dev", "compare", "vllm", "sglang"}  # extras that tests need, or that have a line of their own
+GPUS = (24, 48, 80, 140)  # GiB of common ones
+CONTEXT = 2**30  # bytes of a GPU that CUDA keeps for itself
 COLORS = {"ok": "green", "missing": "bold red", "optional": "dim"}
 
 
@@ -31,13 +42,17 @@ class Check:
 
     section: str
     name: str
-    status: Literal["ok", "missing", "optional"]
+    status: Status
     detail: str
     fix: str = ""
 
 
-def doctor() -> list[Check]:
-    """Look at everything. Takes as long as importing torch and transformers."""
+def doctor(config: Config | None = None) -> list[Check]:
+    """Look at everything, and at the run of ``config``. Takes as long as importing torch and transformers.
+
+    Raises:
+        UserError: the run's model cannot be had.
+    """
     base, extras = _requirements()
     checks = [Check("Packages", "python", "ok", platform.python_version())]
     checks += [_package("Packages", requirement) for requirement in base]
@@ -52,12 +67,14 @@ def doctor() -> list[Check]:
     if not any(check.status == "missing" for check in checks):
         checks.append(Check("Engines", "weight sync", "ok", ", ".join(_ways())))
     checks += [_package("Extras", requirement, extra) for extra in extras for requirement in extras[extra]]
+    if config and not any(check.status == "missing" for check in checks):
+        checks += _run(config)
     return checks
 
 
-def main() -> int:
+def main(config: Config | None = None) -> int:
     """Print the checks; 0 if Rolecall can run, else 1."""
-    checks = doctor()
+    checks = doctor(config)
     console = Console(highlight=False)
     for section, members in groupby(checks, key=lambda check: check.section):
         console.print(section, style="bold")
@@ -171,6 +188,50 @@ def _ways() -> Iterator[str]:
     yield f"shared memory ({folder}, {_gib(shutil.disk_usage(folder).free)} free)"
     if torch.distributed.is_gloo_available():
         yield "gloo between machines"
+
+
+def _run(config: Config) -> Iterator[Check]:
+    """Does the run's model suit Rolecall, and how large a GPU do its processes need?"""
+    import torch
+
+    from rolecall import models, preflight
+
+    model = models.outline(config.model, "cuda")
+    models.load_tokenizer(config.model)
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    kind = f"{type(model).__name__}, {size:,.1f}M parameters, on a GPU in {str(model.dtype).removeprefix('torch.')}"
+    yield Check("Run", "model", "ok", kind)
+    reason = preflight.why_transformers(config.model)
+    if reason is None:
+        yield Check("Run", "attention", "ok", "Rolecall's: packed micro-batches, the native engine")
+    else:
+        yield Check("Run", "attention", "optional", f"transformers', padded, with its generate: {reason}")
+    for process in preflight.processes(config):
+        needs = [f"holds {_parts(process.stays)}"]
+        for role, update in process.updates.items():
+            passing = f"{_parts(update.fixed)} and {update.token / 2**20:.2f} MiB a token"
+            needs.append(f"the {role}'s update at most {passing}")
+        yield Check("Run", process.name, "ok", "; ".join(needs))
+        free = {f"{size} GiB": size * 2**30 - CONTEXT for size in GPUS}
+        if torch.cuda.is_available():
+            free = {"the size of this one": torch.cuda.mem_get_info()[0]}
+        fits = {size: _fit(process, bytes_free) for size, bytes_free in free.items()}
+        status: Status = "ok" if any(fits.values()) else "missing"
+        sizes = "; ".join(f"{size}: {tokens or 'too small'}" for size, tokens in fits.items())
+        yield Check("Run", "", status, f"on a GPU of {sizes}", "" if all(fits.values()) else preflight.lighter(config))
+
+
+def _parts(parts: dict[str, int]) -> str:
+    """Their sum, and each of them."""
+    return f"{_gib(sum(parts.values()))} ({', '.join(f'{name} {size / 2**30:.1f}' for name, size in parts.items())})"
+
+
+def _fit(process: "Process", free: int) -> str:
+    """How a process fits into so many bytes; empty: it does not."""
+    if not process.fits(free):
+        return ""
+    tokens = sorted(set(process.micro_tokens(free).values()))
+    return f"micro-batches of {' and '.join(f'{count:,}' for count in tokens)}" if tokens else "large enough"
 
 
 def _gib(size: int) -> str:

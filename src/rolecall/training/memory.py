@@ -65,8 +65,7 @@ def micro_tokens(
     free, moments, head = free_memory(device), expected(), head_bytes(model, backward)
     gradients = 4 * trained if backward else 0
     token = activation_bytes(model, settings.checkpointing, backward, dtype)
-    room = SHARE * (free - moments - gradients - head)
-    tokens = min(MOST["cuda"], max(LEAST, int(room / token) // LEAST * LEAST))
+    tokens = max(LEAST, fitting(free - moments - gradients - head, token))
     log.info(
         "Micro-batches of %d tokens: %.1f GiB are free, of which %.1f are for moments to come (of all roles here), "
         "%.1f for gradients and %.1f for logits; a token's activations take %.2f MiB.",
@@ -75,6 +74,12 @@ def micro_tokens(
         token / 2**20,
     )
     return tokens
+
+
+def fitting(free: int, token: int) -> int:
+    """Tokens of a micro-batch for whose activations so many bytes are free, each of them taking ``token``; 0: under
+    ``LEAST``."""
+    return min(MOST["cuda"], max(0, int(SHARE * free / token)) // LEAST * LEAST)
 
 
 def activation_bytes(
