@@ -72,8 +72,9 @@ def test_shards_hold_their_part_and_gather_the_rest(tiny_path):
     assert process.stays["reference"] == 2 * TINY // 4
     assert process.stays["engine's weights"] == 2 * TINY  # a whole copy
     fixed = process.updates["actor"].fixed
-    assert fixed["gradients"] == 4 * TINY
-    assert fixed["gathered weights"] == 2 * TINY  # two layers, which are all there are, and what is in none
+    assert fixed["gradients"] == TINY
+    layer = (TINY - 2 * HEAD - 64) // 2  # of two: without both embeddings and the last norm
+    assert fixed["gathered"] == 2 * (2 * HEAD + 64 + 5 * layer)
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])

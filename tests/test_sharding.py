@@ -249,10 +249,11 @@ def count_exchanges(model: Path, folder: Path) -> list[tuple[int, int]]:
     return found
 
 
-def test_gradients_travel_once_an_update_whatever_the_micro_batches(found_by_two):
-    """Three groups of weights: two layers and the rest. Each is gathered before its forward and its backward pass."""
+def test_what_travels_with_a_micro_batch(found_by_two):
+    """Three groups of weights: two layers and the rest. Each is gathered before its forward and its backward pass, and
+    its gradients are added up over the ranks behind it, so that none are ever whole on a rank."""
     for found in found_by_two:
-        assert found["count_exchanges"] == [(6, 3), (6 * 6, 3)]
+        assert found["count_exchanges"] == [(6, 3), (6 * 6, 6 * 3)]
 
 
 LIMIT = 60_000

@@ -93,7 +93,7 @@ def _process(name: str, pool: Pool, config: Config, model: Any, whole: int) -> P
         if role in roles:
             settings = getattr(config, role)
             stays |= _held(role, module, settings, shares)
-            updates[role] = _update(module, settings, longest, sharded=shares > 1)
+            updates[role] = _update(module, settings, longest, shares)
     if "reference" in roles and not ("actor" in roles and config.model.lora_rank):  # else: the Actor's without adapter
         stays["reference"] = whole // shares
     if "rollout" in roles and ("actor" not in roles or shares > 1):  # else: it generates from the Actor's
@@ -114,15 +114,13 @@ def _held(role: str, module: Any, settings: configuration.Optimizer, shares: int
     return {f"{role}'s {part}": size // shares for part, size in parts.items() if size}
 
 
-def _update(module: Any, settings: configuration.Optimizer, longest: int, *, sharded: bool) -> Update:
+def _update(module: Any, settings: configuration.Optimizer, longest: int, shares: int) -> Update:
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    fixed = {
-        "gradients": 4 * trained,
-        "logits": head_bytes(module),
-    }  # gradients whole on each shard until they are added
-    if sharded:  # a layer, the next one that is fetched meanwhile, and all that is in none
-        sizes = [_bytes(layer) for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        fixed["gathered weights"] = _bytes(module) - sum(sizes) + 2 * max(sizes, default=0)
+    fixed = {"gradients": 4 * trained // shares, "logits": head_bytes(module)}
+    if shares > 1:
+        layers = [_bytes(layer) for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        # What is in no layer; and of a layer its weights, the next one's, its gradients, and these in FP32.
+        fixed["gathered"] = _bytes(module) - sum(layers) + 5 * max(layers, default=0)
     return Update(fixed, activation_bytes(module, settings.checkpointing), settings.micro_tokens, longest)
 
 

@@ -20,6 +20,7 @@ from rolecall.models.load import free_memory
 from rolecall.samples import Sample
 from rolecall.training.logprobs import LOGITS
 from rolecall.training.optimizer import Optimizer
+from rolecall.training.sharding import local
 
 MOST = {"cpu": 4096, "cuda": 16_384}  # where nothing is configured; more compute no faster
 LEAST = 1024  # on a GPU, whatever the estimate
@@ -61,7 +62,7 @@ def micro_tokens(
         return settings.micro_tokens
     if device.type != "cuda":
         return MOST[device.type]
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    trained = sum(local(parameter).numel() for parameter in model.parameters() if parameter.requires_grad)
     free, moments, head = free_memory(device), expected(), head_bytes(model, backward)
     gradients = 4 * trained if backward else 0
     token = activation_bytes(model, settings.checkpointing, backward, dtype)

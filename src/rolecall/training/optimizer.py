@@ -132,10 +132,10 @@ class Optimizer:
 def bytes_to_train(model: nn.Module, config: configuration.Optimizer) -> int:
     """Bytes that training adds to the weights: FP32 gradients and Adam's two moments, and masters where needed.
 
-    Only parameters that require a gradient take any. Of a sharded one the gradient is whole while it accumulates.
+    Only parameters that require a gradient take any, and sharded ones for this rank's shard.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    others = sum(4 * p.numel() + (0 if p.dtype == torch.float32 else 4 * local(p).numel()) for p in trained)
+    others = sum((4 if p.dtype == torch.float32 else 8) * local(p).numel() for p in trained)
     return others + moment_bytes(trained, config)
 
 

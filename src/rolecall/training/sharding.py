@@ -103,10 +103,7 @@ class Shards:
         return compute() if self.root is None else self.root(compute)
 
     def micro_batches(self, samples: list[Sample], loaded: Loaded, budget: int) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the samples, as many as any rank has: ``NOTHING``'s are added.
-
-        The gradients of all but the last stay on their rank: only its backward pass adds up what all ranks have.
-        """
+        """This rank's micro-batches of the samples, as many as any rank has: ``NOTHING``'s are added."""
         device = next(loaded.model.parameters()).device
 
         def cut(samples: list[Sample]) -> Iterator[MicroBatch]:
@@ -125,9 +122,9 @@ class Shards:
             return
         micros = list(cut(share(samples, self.rank, self.count)))
         most = max(self.gather([len(micros)]))  # ranks run equally many passes, or their collectives wait for ever
-        for number in range(most):
-            self.root.set_requires_gradient_sync(number == most - 1)
-            yield micros[number] if number < len(micros) else next(cut([NOTHING]))
+        yield from micros
+        for _ in range(most - len(micros)):
+            yield next(cut([NOTHING]))
 
     def gather(self, mine: list[T]) -> list[T]:
         """The items of all ranks, in their order."""
