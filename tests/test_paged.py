@@ -3,12 +3,14 @@
 import importlib
 import math
 from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
@@ -92,6 +94,20 @@ def same(one: list[Sample], other: list[Sample]) -> None:
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
+def hangs_on_rounding(loaded: Loaded, asked: list[Request]) -> bool:
+    """Whether a millionth of the output layer's weights changes the tokens: two were as good as equally likely."""
+    responses = []
+    for number in range(9):
+        model = deepcopy(loaded.model)
+        with torch.no_grad():
+            torch.manual_seed(number)
+            weight = model.get_output_embeddings().weight
+            weight += (number > 0) * 3e-6 * weight * torch.randn_like(weight)
+        samples = NativeEngine(Loaded(model, loaded.tokenizer, loaded.why), 64).generate(asked)
+        responses.append([one.response for one in samples])
+    return any(one != responses[0] for one in responses)
+
+
 @settings(deadline=None, max_examples=25)
 @given(asked=requests(), most=st.sampled_from([1, 5, 64]), pages=st.sampled_from([5, 8, 13, None]))
 def test_whatever_the_room_the_samples_are_those_of_the_plain_engine(
@@ -99,9 +115,19 @@ def test_whatever_the_room_the_samples_are_those_of_the_plain_engine(
 ):
     """With few pages rows give theirs up and are computed again; with few rows they wait."""
     engine = PagedEngine(tiny, most, pages)
-    same(engine.generate(asked), NativeEngine(tiny, most).generate(asked))
+    found, wanted = engine.generate(asked), NativeEngine(tiny, most).generate(asked)
+    if [one.response for one in found] != [one.response for one in wanted]:
+        assume(not hangs_on_rounding(tiny, asked))
+    same(found, wanted)
     assert engine.pages.pool is None and not any(engine.pages.users)
     assert sorted(engine.pages.free) == list(range(1, len(engine.pages.users)))  # none lost, none twice
+
+
+def test_a_tie_is_told_from_a_difference(tiny: Loaded):
+    """At this one's 37th token the fifth and the sixth likeliest differ by 5e-8, and only five may be drawn."""
+    tied = Request(0, "0", [3], 4, 7, Sampling(70, temperature=0.7, top_k=5))
+    assert hangs_on_rounding(tiny, [tied])
+    assert not hangs_on_rounding(tiny, [replace(tied, sampling=Sampling(70, temperature=0.7))])
 
 
 def test_a_row_that_gives_up_its_pages_goes_on_where_it_was(tiny: Loaded, monkeypatch: pytest.MonkeyPatch):
