@@ -120,6 +120,9 @@ APART = {role: {"roles": [role]} for role in ("actor", "critic", "reference", "r
 
 def test_a_ray_of_its_own_starts_and_ends_with_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_IGNORE_UNHANDLED_ERRORS", raising=False)
+    said: list[Exception] = []
+    monkeypatch.setattr("ray._private.worker._unhandled_error_handler", said.append)
     assert not ray.is_initialized()
     pools = {
         "train": {"roles": ["actor", "critic", "reference", "rollout"], "threads": 2},
@@ -137,7 +140,11 @@ def test_a_ray_of_its_own_starts_and_ends_with_the_run(tmp_path, monkeypatch):
         assert actor["OMP_NUM_THREADS"] == "2"
         assert reward["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
         assert roles.actor.start(torch_threads).result() == 2
+        failed = roles.actor.start("crash")
         assert roles.actor.echo(1, b=2) == ((1,), {"b": 2})
+        del failed  # nobody has waited for it, and Ray says nothing of its own, which would come at once
+        time.sleep(0.5)
+    assert not said
     assert not ray.is_initialized()
     assert _gone(actor["pid"])
     assert _gone(reward["pid"])

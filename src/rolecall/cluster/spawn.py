@@ -68,6 +68,7 @@ def _connected(address: str) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # after one call has failed nobody waits for the others
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the worker hides the GPUs itself
     host, _, port = address.rpartition(":")
     try:
