@@ -14,7 +14,19 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from benchmarks import _gpu, _models, decoupling, learning_vs_trl, memory, rollout, sharding, step, sync, training
+from benchmarks import (
+    _gpu,
+    _models,
+    decode,
+    decoupling,
+    learning_vs_trl,
+    memory,
+    rollout,
+    sharding,
+    step,
+    sync,
+    training,
+)
 from benchmarks._gpu import Part
 from benchmarks._models import SIZES, Size, architecture
 from rolecall import engines, models
@@ -209,6 +221,7 @@ def test_without_a_gpu_a_benchmark_does_not_begin(benchmark, tmp_path):
         (rollout, {"n": [64, 100]}, "--n 100: sequences come in groups of 8"),
         (rollout, {"n": [0]}, "--n 0"),
         (rollout, {"repeats": 0}, "--repeats 0: nothing would be measured"),
+        (decode, {"n": [12]}, "--n 12: sequences come in groups of 8"),
         (memory, {"trains": ["some"]}, "Unknown trains 'some'. Known: all, lean, lora"),
         (memory, {"gib": [24, 4000]}, r"--gib 4000: there are \d+"),
         (step, {"system": ["trl-sleeps"]}, "Did you mean 'trl-sleep'"),
@@ -321,6 +334,37 @@ def test_generation_tried_on_a_cpu(generated):
     fixed, geometric = figures["rows"]
     assert fixed["native_mean_length"] == 16 > geometric["native_mean_length"]
     assert 0 < fixed["floor_ms"] < fixed["ms"]
+
+
+def test_kernels_of_a_decode_step_by_kind():
+    """Two layers, four steps."""
+    kernels = {
+        "_attend": (8, 80.0),
+        "nvjet_tst_128": (32, 400.0),
+        "norm": (16, 48.0),
+        "nvjet_tst_256": (4, 200.0),
+        "_pick": (4, 20.0),
+    }
+    assert decode.by_kind(kernels, layers=2) == {
+        "step": 187.0,
+        "kernels": 16.0,
+        "attention": 20.0,
+        "products": 100.0,
+        "layers": 12.0,
+        "once": 55.0,
+    }
+
+
+def test_a_decode_step_tried_on_a_cpu(tmp_path):
+    decode.run(tmp_path, size=["tiny"], n=[8])
+    lines, figures = table(tmp_path, "decode")
+    (row,) = figures["rows"]
+    assert row["step"] == pytest.approx(sum(row[kind] for kind in decode.KINDS))
+    assert row["attention"] > 0 and row["products"] > 0 and row["once"] > 0
+    shape = SIZES["tiny"]
+    seen = 8 * (128 + decode.TRIAL) * 2 * 2 * 2 * 1 * 32  # tokens, keys and values, bytes, layers, heads, their size
+    assert decode.step_bytes(shape, 8, decode.TRIAL) == 2 * (shape.body + shape.head) + seen
+    assert lines[2].startswith("| tiny | 8 | ")
 
 
 def test_memory_tried_on_a_cpu(tmp_path):
