@@ -102,6 +102,12 @@ class Rollout:
         self._unfinished = None
         return copied
 
+    def leave(self) -> None:
+        """Break off what is under way with an Actor's end that is to be replaced, if there is any."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
     def join(self, offer: Offer, link: Link, rank: int) -> None:
         """Learn what every sync will bring, and connect with the Actor's end.
 

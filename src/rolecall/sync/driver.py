@@ -112,8 +112,10 @@ class WeightSync:
         """Tell the engines once what will come, and connect them with the Actor's end."""
         ranks, where = 1 + len(self.rollouts), self.actor.process.address
         seconds = min(self.actor.timeout, BUCKET_SECONDS)
+        leaving = [rollout.start("leave") for rollout in self.rollouts]  # at once: each end may wait for the other
         link = Link(*self._transport, self.limit, self.slots, self.verify, where, ranks, seconds)
         offer = self.actor.start(open_sender, link).result()
+        _wait(leaving)
         self._sizes = [sum(entry.nbytes for entry in bucket) for bucket in offer.buckets]
         joining = [rollout.start("join", offer, link, rank) for rank, rollout in enumerate(self.rollouts, 1)]
         if link.transport == "collective":

@@ -161,6 +161,11 @@ class Receiver:
             store = dist.TCPStore(link.address, offer.port, is_master=False, timeout=timedelta(seconds=MEETING))
             self.group = Group(store, rank, link.ranks, device, link.seconds)
 
+    def close(self) -> None:
+        """Leave the other ranks: what the Actor has begun to send then ends at once, not at its time-out."""
+        if self.group is not None:
+            self.group.abort()
+
     def unpack(self, number: int) -> tuple[list[tuple[str, Tensor]], Tensor | None]:
         """The tensors of a bucket that was packed, on its slot's memory: to be read before the slot's next bucket.
 
