@@ -134,7 +134,7 @@ def make(size: str, folder: Path | None = None) -> Path:
 
 
 def outline(size: str, folder: Path) -> None:
-    """Write what tells that model's sizes into ``folder``, no weights."""
+    """The folder of ``make`` without weights: configuration and tokenizer, all that ``rolecall doctor`` reads."""
     config = architecture(SIZES[size], tie_word_embeddings=SIZES[size].tied)
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(folder)

@@ -12,11 +12,11 @@ from benchmarks._gpu import PROMPT, Part, Row
 from benchmarks._models import SIZES, Size
 from rolecall import models
 from rolecall.config import Config
-from rolecall.engines.native.paged import PagedEngine
+from rolecall.engines.native.paged import STEPS, PagedEngine
 from rolecall.errors import UserError
 from rolecall.samples import Request, Sampling
 
-GROUP, ROUND, BEFORE = 8, 4, 256  # responses a prompt; steps that are profiled; tokens of each response till then
+GROUP, BEFORE = 8, 256  # responses a prompt; tokens of each before the round of ``STEPS`` that is profiled
 TRIAL = 8  # tokens instead, where the model is tiny
 KINDS = {"attention": "attention", "products": "layers' products", "layers": "else in layers", "once": "once a step"}
 KEYS = ("size", "n")
@@ -52,22 +52,23 @@ def measure(size: str, n: list[int]) -> Iterator[Row]:
     copy = _models.copy_rate()
     for count in n:
         engine = PagedEngine(loaded, count)
-        sampling = Sampling(before + 4 * ROUND, min_tokens=before + 4 * ROUND)
+        length = before + 4 * STEPS
+        sampling = Sampling(length, min_tokens=length)
         texts = _gpu.token_prompts(count // GROUP, seed=0)
         requests = [Request(i, str(i), text, GROUP, 0, sampling) for i, text in enumerate(texts)]
         engine.generate(requests)  # what is compiled and captured is so now
-        with_profiler = Profiled(engine.decoder.run, before)
-        engine.decoder.run = with_profiler  # type: ignore[method-assign]
+        profiled = Profiled(engine.decoder.run, before)
+        engine.decoder.run = profiled  # type: ignore[method-assign]
         engine.generate(requests)
-        row: Row = {"size": size, "n": count} | by_kind(with_profiler.kernels, SIZES[size].layers)
+        row: Row = {"size": size, "n": count} | by_kind(profiled.kernels, SIZES[size].layers)
         yield row | {"floor": step_bytes(SIZES[size], count, before) / copy * 1e6}
 
 
 class Profiled:
-    """A decoder's ``run`` that once, behind so many tokens, notes what the device computes in ``ROUND`` steps.
+    """Stands for a decoder's ``run``; once, behind ``before`` tokens, it notes what the device computes in a round.
 
     Attributes:
-        kernels: name -> (how many, microseconds), of all those steps.
+        kernels: name -> (how many, microseconds), of that round's ``STEPS`` steps.
     """
 
     def __init__(self, run: Callable[[int, int], None], before: int):
@@ -75,21 +76,19 @@ class Profiled:
         self.kernels: dict[str, tuple[int, float]] = {}
 
     def __call__(self, running: int, steps: int) -> None:
-        if self.left > 0 or self.kernels or steps < ROUND:
+        if self.left > 0 or self.kernels:
             self.run(running, steps)
             self.left -= steps
             return
         on_gpu = torch.cuda.is_available()
         _models.synchronize()
         with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
-            self.run(running, ROUND)
+            self.run(running, steps)
             _models.synchronize()
         for event in profiler.key_averages():
             taken = event.self_device_time_total if on_gpu else event.self_cpu_time_total
             if taken:  # else it is the host's, which only starts them
                 self.kernels[event.key] = event.count, taken
-        if steps > ROUND:
-            self.run(running, steps - ROUND)
 
 
 def by_kind(kernels: dict[str, tuple[int, float]], layers: int) -> dict[str, float]:
@@ -101,15 +100,15 @@ def by_kind(kernels: dict[str, tuple[int, float]], layers: int) -> dict[str, flo
     found = {"step": 0.0, "kernels": 0.0} | dict.fromkeys(KINDS, 0.0)
     for name, (count, taken) in kernels.items():
         kind = "layers"
-        if count < ROUND * layers:
+        if count < STEPS * layers:
             kind = "once"
         elif any(part in name.lower() for part in ATTENTION):
             kind = "attention"
         elif any(part in name.lower() for part in PRODUCTS):
             kind = "products"
-        found[kind] += taken / ROUND
-        found["step"] += taken / ROUND
-        found["kernels"] += count / ROUND
+        found[kind] += taken / STEPS
+        found["step"] += taken / STEPS
+        found["kernels"] += count / STEPS
     return found
 
 
@@ -129,7 +128,7 @@ def _table(result: dict[str, Any]) -> str:
     heads = ["size", "rows", "ms a step", "kernels", *KINDS.values(), "floor by bytes", "commit"]
     lines = [
         _gpu.about(
-            f"What the GPU computes in a decode step, by torch's profiler, mean of {ROUND} steps behind a prompt of "
+            f"What the GPU computes in a decode step, by torch's profiler, mean of {STEPS} steps behind a prompt of "
             f"{PROMPT} and {BEFORE} tokens of each response; bf16, temperature 1. Once a step: the vocabulary's "
             "product, drawing, bookkeeping. The floor: the weights and all rows' keys and values at the rate of a copy."
         ),

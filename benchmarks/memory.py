@@ -4,6 +4,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from benchmarks import _gpu, _models, write
 from benchmarks._gpu import PROMPT, Part, Row
 from rolecall import models, preflight
 from rolecall.config import Config
-from rolecall.doctor import CONTEXT
 from rolecall.errors import UserError, check_known
 from rolecall.roles.actor import Actor
 from rolecall.roles.rollout import Rollout
@@ -51,7 +51,7 @@ def run(
 
     Args:
         trains: all; lean (all, with checkpointing and 8-bit moments); lora.
-        gib: of the GPU: of a larger one all but so many are taken first; 0: the whole GPU.
+        gib: sizes of GPUs to stand in for: the rest of this one is filled first; 0: this one, whole.
     """
     _models.check_sizes(size)
     for way in trains:
@@ -61,11 +61,12 @@ def run(
         raise UserError(f"--gib {wrong[0]}: there are {has}.")
     name = f"memory-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
-    cases = [(one, way, room or has) for one in size for way in trains for room in gib]
-    fitting = [dict(zip(KEYS, case, strict=True)) for case in cases if _predict(*case)]
-    parts = [Part("benchmarks.memory", case) for case in fitting]
+    cases = product(size, trains, [room or has for room in gib])
+    predicted = {case: tokens for case in cases if (tokens := _predict(*case))}
+    parts = [Part("benchmarks.memory", dict(zip(KEYS, case, strict=True))) for case in predicted]
     for row, peak in _gpu.measure(parts):
-        row = _gpu.merge(result["rows"], row | {"peak_gib": peak - row.pop("ballast")}, KEYS)
+        row |= {"predicted": predicted[tuple(row[key] for key in KEYS)], "peak_gib": peak - row.pop("ballast")}
+        row = _gpu.merge(result["rows"], row, KEYS)
         print(_line(row), flush=True)
         write(name, result, _table(result), out, "rolecall bench memory")
     return result
@@ -110,11 +111,11 @@ def _config(size: str, trains: str, folder: Path | None = None) -> Config:
 
 
 def _predict(size: str, trains: str, gib: int) -> int:
-    """Tokens of the micro-batches that the GPU's memory should come out as; 0: it is too small."""
+    """Tokens of micro-batches on a GPU of that size, as ``rolecall doctor`` counts; 0: it is too small."""
     with tempfile.TemporaryDirectory() as folder:
         _models.outline(size, Path(folder))
         (process,) = preflight.processes(_config(size, trains, Path(folder)))
-    return process.micro_tokens(gib * 2**30 - CONTEXT)["actor"]
+    return process.micro_tokens(preflight.free_on(gib))["actor"]
 
 
 def _total() -> int:
@@ -125,9 +126,11 @@ def _total() -> int:
 
 
 def _ballast(gib: int) -> torch.Tensor:
-    """What has to be taken so that a GPU of ``gib`` GiB is left."""
-    taken = max(0, torch.cuda.mem_get_info()[0] - gib * 2**30 + CONTEXT) if torch.cuda.is_available() else 0
-    return torch.empty(taken if gib < _total() else 0, dtype=torch.uint8, device=models.device())
+    """What has to be taken so that a GPU of ``gib`` GiB is left: nothing of the whole one, or where there is none."""
+    taken = 0
+    if torch.cuda.is_available() and gib < _total():
+        taken = max(0, torch.cuda.mem_get_info()[0] - preflight.free_on(gib))
+    return torch.empty(taken, dtype=torch.uint8, device=models.device())
 
 
 @contextmanager
@@ -151,8 +154,7 @@ def _held() -> float:
 
 def _line(row: Row) -> str:
     cells = [row["size"], TRAINS[row["trains"]][0], str(row["gib"])]
-    counts = _predict(**{key: row[key] for key in KEYS}), row.get("micro_tokens")
-    cells += [f"{count:,}" if count else "" for count in counts]
+    cells += [f"{row['predicted']:,}", f"{row['micro_tokens']:,}" if "micro_tokens" in row else ""]
     cells += [f"{row[part]:.1f}" for part in PARTS]
     cells += [f"{row['peak_gib']:.1f}", f"{row['generate_s']:.2f}", f"{row['update_s']:.2f}", _gpu.commits(row)]
     return f"| {' | '.join(cells)} |"

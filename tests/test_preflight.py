@@ -81,7 +81,6 @@ def test_shards_hold_their_part_and_gather_the_rest(tiny_path):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_micro_batches_are_those_that_a_run_would_choose(tiny_path, monkeypatch, name, checkpointing):
     monkeypatch.setattr(memory, "LEAST", 4)
-    monkeypatch.setattr(preflight, "LEAST", 4)
     asked = config(
         tiny_path,
         algorithm={"name": name},
@@ -117,8 +116,14 @@ def test_what_fits_fits_a_larger_gpu_too(fixed, token, tokens, longest, free, mo
     now, then = update.micro_tokens(free), update.micro_tokens(free + more)
     assert now <= then
     if now:
-        assert max(now, longest) == now or now == tokens
-        assert fixed + now * token <= free
+        assert fixed + max(now, longest) * token <= free
+
+
+def test_a_sample_over_every_budget_goes_alone():
+    """32,768 tokens of 1 KiB each: twice the largest budget, and what a run computes all the same."""
+    update = Update({"gradients": 2**20}, 2**10, None, 2**15)
+    assert update.micro_tokens(2**20 + 2**25) == 16_384
+    assert update.micro_tokens(2**20 + 2**25 - 1) == 0
 
 
 def test_a_process_fits_with_all_its_updates():
@@ -140,7 +145,7 @@ def test_the_count_agrees_with_what_was_measured_on_a_gpu(tmp_path, row):
     assert gib["actor's moments"] == pytest.approx(row["adam"], rel=0.02, abs=0.05)
     update = process.updates["actor"]
     tokens = process.micro_tokens(138 * 2**30)["actor"]
-    assert row["update"] < (sum(update.fixed.values()) + tokens * update.token) / 2**30  # an estimate of the most
+    assert row["update"] < (sum(update.fixed.values()) + tokens * update.per_token) / 2**30  # an estimate of the most
 
 
 def table_row(tmp_path: Path, size: str, trains: str) -> str:
@@ -150,9 +155,9 @@ def table_row(tmp_path: Path, size: str, trains: str) -> str:
     lean = {"checkpointing": True, "optimizer": "adamw-8bit"} if trains == "all, lean" else {}
     (process,) = preflight.processes(config(tmp_path, model=adapter, actor=lean, rollout={"max_tokens": 256}))
     update = process.updates["actor"]
-    counts = [process.micro_tokens((gib << 30) - doctor.CONTEXT)["actor"] for gib in doctor.GPUS]
+    counts = [process.micro_tokens(preflight.free_on(gib))["actor"] for gib in preflight.GPUS]
     parts = [sum(parts.values()) / 2**30 for parts in (process.stays, update.fixed)]
-    cells = [size, trains, *(f"{part:.1f}" for part in parts), f"{update.token / 2**20:.2f}"]
+    cells = [size, trains, *(f"{part:.1f}" for part in parts), f"{update.per_token / 2**20:.2f}"]
     return f"| {' | '.join(cells + [f'{count:,}' if count else '–' for count in counts])} |"
 
 
@@ -213,7 +218,9 @@ def test_doctor_says_what_a_run_needs(tiny_path):
     assert (needs.name, sizes.name) == ("train", "")
     assert "holds 0.0 GiB (actor's weights 0.0, " in needs.detail
     assert "logits 2.0) and 0.01 MiB a token" in needs.detail
-    assert sizes.detail.startswith("on a GPU of 24 GiB: micro-batches of 16,384; 48 GiB: ") and sizes.fix == ""
+    assert (
+        sizes.detail.startswith("on a GPU of 24 GiB: micro-batches of 16,384; on a GPU of 48 GiB: ") and sizes.fix == ""
+    )
     assert {check.status for check in said(config(tiny_path))} == {"ok"}
 
 
@@ -225,12 +232,10 @@ def test_doctor_measures_by_the_gpu_that_is_here(tiny_path, monkeypatch, capsys)
     monkeypatch.setattr(doctor, "_compiler", lambda: doctor.Check("Devices", "compiler", "ok", "gcc"))
     asked = config(tiny_path, actor={"checkpointing": True})
     last = said(asked)[-1]
-    assert last.status == "missing" and last.detail == "on a GPU of the size of this one: too small"
-    assert last.fix == (
-        "less is needed with --model.lora_rank 32 or --actor.optimizer adamw-8bit or more processes in cluster.pools"
-    )
+    assert last.status == "missing" and last.detail == "in what is free on this GPU: no room"
+    assert last.fix == ("try --model.lora_rank 32 or --actor.optimizer adamw-8bit or more processes in cluster.pools")
     assert doctor.main(asked) == 1
-    assert "less is needed with" in capsys.readouterr().out
+    assert "try --model.lora_rank 32" in capsys.readouterr().out
 
 
 def test_a_model_that_cannot_be_had_is_refused(tmp_path):

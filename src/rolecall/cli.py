@@ -108,7 +108,9 @@ def bench(
 @app.command(context_settings=OVERRIDES)
 def doctor(
     context: typer.Context,
-    file: Annotated[str, typer.Argument(help="Of a run: will it fit? As for train, fields can be overridden")] = "",
+    file: Annotated[
+        str, typer.Argument(help="Configuration of a run: would it fit? Fields can be overridden as for train")
+    ] = "",
 ) -> None:
     """Say what is installed, which engines and devices are usable, and what to install for the rest.
 

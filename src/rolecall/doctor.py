@@ -1,7 +1,4 @@
-"""``rolecall doctor``: what is installed, which engines and devices are usable, and what to install for the rest.
-
-And of a run: does its model suit Rolecall, and how large a GPU does it need?
-"""
+"""``rolecall doctor``: what is installed, which engines and devices are usable, and what to install for the rest."""
 
 import importlib.metadata
 import os
@@ -12,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from packaging.requirements import Requirement
 from rich.console import Console
@@ -22,14 +19,9 @@ from rich.text import Text
 from rolecall.config import Config
 from rolecall.telemetry.versions import installed
 
-if TYPE_CHECKING:
-    from rolecall.preflight import Process
-
 Status = Literal["ok", "missing", "optional"]
 
 NOT_LISTED = {"dev", "compare", "vllm", "sglang"}  # extras that tests need, or that have a line of their own
-GPUS = (24, 48, 80, 140)  # GiB of common ones
-CONTEXT = 2**30  # bytes of a GPU that CUDA keeps for itself
 COLORS = {"ok": "green", "missing": "bold red", "optional": "dim"}
 
 
@@ -48,10 +40,12 @@ class Check:
 
 
 def doctor(config: Config | None = None) -> list[Check]:
-    """Look at everything, and at the run of ``config``. Takes as long as importing torch and transformers.
+    """Look at everything; with ``config`` also whether that run would fit (see ``preflight.checks``).
+
+    Takes as long as importing torch and transformers.
 
     Raises:
-        UserError: the run's model cannot be had.
+        UserError: the run's model cannot be had, or not with the adapter.
     """
     base, extras = _requirements()
     checks = [Check("Packages", "python", "ok", platform.python_version())]
@@ -68,12 +62,14 @@ def doctor(config: Config | None = None) -> list[Check]:
         checks.append(Check("Engines", "weight sync", "ok", ", ".join(_ways())))
     checks += [_package("Extras", requirement, extra) for extra in extras for requirement in extras[extra]]
     if config and not any(check.status == "missing" for check in checks):
-        checks += _run(config)
+        from rolecall import preflight
+
+        checks += preflight.checks(config)
     return checks
 
 
 def main(config: Config | None = None) -> int:
-    """Print the checks; 0 if Rolecall can run, else 1."""
+    """Print the checks; 0 if Rolecall can run (and the run of ``config`` on one of the GPUs), else 1."""
     checks = doctor(config)
     console = Console(highlight=False)
     for section, members in groupby(checks, key=lambda check: check.section):
@@ -86,9 +82,9 @@ def main(config: Config | None = None) -> int:
     missing = [check for check in checks if check.status == "missing"]
     if missing:
         fixes = "\n".join(f"  {fix}" for fix in dict.fromkeys(check.fix for check in missing))
-        console.print(f"Rolecall cannot run yet. Mend this first:\n{fixes}", markup=False)
+        console.print(f"This cannot run yet. Mend this first:\n{fixes}", markup=False)
     else:
-        console.print("Rolecall can run here. Try: rolecall demo")
+        console.print("Rolecall can run here." if config else "Rolecall can run here. Try: rolecall demo")
     return 1 if missing else 0
 
 
@@ -188,50 +184,6 @@ def _ways() -> Iterator[str]:
     yield f"shared memory ({folder}, {_gib(shutil.disk_usage(folder).free)} free)"
     if torch.distributed.is_gloo_available():
         yield "gloo between machines"
-
-
-def _run(config: Config) -> Iterator[Check]:
-    """Does the run's model suit Rolecall, and how large a GPU do its processes need?"""
-    import torch
-
-    from rolecall import models, preflight
-
-    model = models.outline(config.model, "cuda")
-    models.load_tokenizer(config.model)
-    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    kind = f"{type(model).__name__}, {size:,.1f}M parameters, on a GPU in {str(model.dtype).removeprefix('torch.')}"
-    yield Check("Run", "model", "ok", kind)
-    reason = preflight.why_transformers(config.model)
-    if reason is None:
-        yield Check("Run", "attention", "ok", "Rolecall's: packed micro-batches, the native engine")
-    else:
-        yield Check("Run", "attention", "optional", f"transformers', padded, with its generate: {reason}")
-    for process in preflight.processes(config):
-        needs = [f"holds {_parts(process.stays)}"]
-        for role, update in process.updates.items():
-            passing = f"{_parts(update.fixed)} and {update.token / 2**20:.2f} MiB a token"
-            needs.append(f"the {role}'s update at most {passing}")
-        yield Check("Run", process.name, "ok", "; ".join(needs))
-        free = {f"{size} GiB": size * 2**30 - CONTEXT for size in GPUS}
-        if torch.cuda.is_available():
-            free = {"the size of this one": torch.cuda.mem_get_info()[0]}
-        fits = {size: _fit(process, bytes_free) for size, bytes_free in free.items()}
-        status: Status = "ok" if any(fits.values()) else "missing"
-        sizes = "; ".join(f"{size}: {tokens or 'too small'}" for size, tokens in fits.items())
-        yield Check("Run", "", status, f"on a GPU of {sizes}", "" if all(fits.values()) else preflight.lighter(config))
-
-
-def _parts(parts: dict[str, int]) -> str:
-    """Their sum, and each of them."""
-    return f"{_gib(sum(parts.values()))} ({', '.join(f'{name} {size / 2**30:.1f}' for name, size in parts.items())})"
-
-
-def _fit(process: "Process", free: int) -> str:
-    """How a process fits into so many bytes; empty: it does not."""
-    if not process.fits(free):
-        return ""
-    tokens = sorted(set(process.micro_tokens(free).values()))
-    return f"micro-batches of {' and '.join(f'{count:,}' for count in tokens)}" if tokens else "large enough"
 
 
 def _gib(size: int) -> str:

@@ -3,7 +3,7 @@
 Only the model's configuration is read, no weights: a laptop can ask on behalf of a cluster.
 """
 
-from copy import deepcopy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,38 +15,41 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rolecall import config as configuration
 from rolecall import models
 from rolecall.config import Config, Pool
+from rolecall.doctor import Check, Status
 from rolecall.engines.cache import token_bytes
 from rolecall.models import lora
 from rolecall.models.attention import why_unsupported
 from rolecall.models.load import count_parameters
-from rolecall.training.memory import LEAST, activation_bytes, fitting, head_bytes
+from rolecall.training.memory import activation_bytes, fitting, head_bytes
 from rolecall.training.optimizer import moment_bytes
 
+GPUS = (24, 48, 80, 140)  # GiB of common ones
+CONTEXT = 2**30  # bytes of a GPU that CUDA keeps for itself
 TRIAL_VOCABULARY = 256
 SCALE = 5  # of a trial's weights: small ones would show no cap on scores or logits
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a role's update takes while it runs: ``fixed`` bytes, by part, and ``token`` bytes for each token.
+    """What a role's update takes while it runs.
 
     Args:
-        tokens: of a micro-batch, where they are configured.
-        longest: tokens of a sample, which is never cut.
+        fixed: bytes, by part, whatever the micro-batches.
+        per_token: bytes of activations for each token of a micro-batch.
+        configured: the role's ``micro_tokens``.
+        longest: tokens of the longest sample; over the budget it goes alone, whole.
     """
 
     fixed: dict[str, int]
-    token: int
-    tokens: int | None
+    per_token: int
+    configured: int | None
     longest: int
 
     def micro_tokens(self, free: int) -> int:
-        """Of a micro-batch, with so many bytes free; 0: too few."""
+        """Most tokens of a micro-batch with so many bytes free; 0: these are too few."""
         left = free - sum(self.fixed.values())
-        if self.tokens is None:
-            tokens = fitting(left, self.token)
-            return tokens if tokens >= max(LEAST, self.longest) else 0
-        return self.tokens if max(self.tokens, self.longest) * self.token <= left else 0
+        tokens = self.configured or fitting(left, self.per_token)
+        return tokens if tokens and max(tokens, self.longest) * self.per_token <= left else 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,56 @@ class Process:
 
     def fits(self, free: int) -> bool:
         return sum(self.stays.values()) <= free and all(self.micro_tokens(free).values())
+
+
+def checks(config: Config) -> Iterator[Check]:
+    """What ``rolecall doctor`` says of a run, a line each: the model, its attention, and two for each process.
+
+    Raises:
+        UserError: the model cannot be had, or not with the adapter.
+    """
+    model = models.outline(config.model, "cuda")
+    models.load_tokenizer(config.model)  # as a run does, and refuses a model without a chat template
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    kind = f"{type(model).__name__}, {millions:,.1f}M parameters, on a GPU in {str(model.dtype).removeprefix('torch.')}"
+    yield Check("Run", "model", "ok", kind)
+    reason = why_transformers(config.model)
+    if reason is None:
+        yield Check("Run", "attention", "ok", "Rolecall's: packed micro-batches, the native engine")
+    else:
+        yield Check("Run", "attention", "optional", f"transformers', padded, with its generate: {reason}")
+    for process in processes(config):
+        needs = [f"holds {_parts(process.stays)}"]
+        for role, update in process.updates.items():
+            passing = f"{_parts(update.fixed)} and {update.per_token / 2**20:.2f} MiB a token"
+            needs.append(f"the {role}'s update at most {passing}")
+        yield Check("Run", process.name, "ok", "; ".join(needs))
+        free = {f"on a GPU of {size} GiB": free_on(size) for size in GPUS}
+        if torch.cuda.is_available():
+            free = {"in what is free on this GPU": torch.cuda.mem_get_info()[0]}
+        fits = {where: _fit(process, left) for where, left in free.items()}
+        status: Status = "ok" if any(fits.values()) else "missing"
+        outcome = "; ".join(f"{where}: {fit or 'no room'}" for where, fit in fits.items())
+        yield Check("Run", "", status, outcome, "" if all(fits.values()) else lighter(config, process))
+
+
+def _parts(parts: dict[str, int]) -> str:
+    """Their sum, and each of them."""
+    each = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
+    return f"{sum(parts.values()) / 2**30:.1f} GiB ({each})"
+
+
+def _fit(process: Process, free: int) -> str:
+    """How a process fits into so many bytes; empty: it does not."""
+    if not process.fits(free):
+        return ""
+    tokens = sorted(set(process.micro_tokens(free).values()))
+    return f"micro-batches of {' and '.join(f'{count:,}' for count in tokens)}" if tokens else "large enough"
+
+
+def free_on(gib: int) -> int:
+    """Bytes that a process finds free on a GPU of ``gib`` GiB that is all its own."""
+    return gib * 2**30 - CONTEXT
 
 
 def processes(config: Config) -> list[Process]:
@@ -128,16 +181,19 @@ def _bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def lighter(config: Config) -> str:
-    """What the run could still be given to need less memory."""
-    sharded = any(pool.processes > 1 for pool in config.pools.values())
-    ways = {
-        "--model.lora_rank 32": config.model.lora_rank > 0,
-        "--actor.optimizer adamw-8bit": sharded or config.actor.optimizer == "adamw-8bit",
-        "--actor.checkpointing true": config.actor.checkpointing,
-        "more processes in cluster.pools": False,
-    }
-    return f"less is needed with {' or '.join(way for way, taken in ways.items() if not taken)}"
+def lighter(config: Config, process: Process) -> str:
+    """What could still be set for this process to need less memory."""
+    trained = {role: getattr(config, role) for role in process.updates}
+    plain = all(settings.optimizer == "adamw" for settings in trained.values())  # 8-bit moments cannot be sharded
+    ways = ["--model.lora_rank 32"] if trained and not config.model.lora_rank else []
+    for role, settings in trained.items():
+        if settings.optimizer == "adamw" and config.pools[process.name].processes == 1:
+            ways.append(f"--{role}.optimizer adamw-8bit")
+        if not settings.checkpointing:
+            ways.append(f"--{role}.checkpointing true")
+    if trained and plain:
+        ways.append("more processes in cluster.pools")
+    return f"try {' or '.join(ways or ['a smaller model (--model.path)'])}"
 
 
 def why_transformers(config: configuration.Model) -> str | None:
@@ -149,7 +205,7 @@ def why_transformers(config: configuration.Model) -> str | None:
         UserError: the model cannot be had, or even that much of it needs more memory than there is.
     """
     outline: Any = models.outline(config, "cpu")
-    architecture = deepcopy(outline.config)
+    architecture = outline.config  # nobody else's: it may be changed
     shape = architecture.get_text_config()
     kinds = getattr(shape, "layer_types", None)
     shape.num_hidden_layers = 1 + max(map(kinds.index, set(kinds))) if kinds else 1  # one of each kind

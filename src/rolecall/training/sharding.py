@@ -156,6 +156,7 @@ def shard(module: nn.Module) -> Shards:
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     heads = [child for child in module.children() if next(child.parameters()).dtype != dtype]  # a Critic's, in FP32
     root = _Root(module)
+    # Inner parts first: what one of them has taken is a DTensor from then on, and the root takes what is left.
     for part in (*layers, *heads, root):
         weights = [parameter for parameter in part.parameters() if not isinstance(parameter, DTensor)]
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)

@@ -75,6 +75,7 @@ def fuse(model: nn.Module) -> list[Fused]:
 @contextmanager
 def in_use(replacements: list[Replacement]) -> Iterator[None]:
     """Within it these stand in their modules."""
+    # A linear layer is a module of its owner; a ``forward`` may be an attribute (compiled) or only the class's.
     before = [owner._modules.get(name) or vars(owner).get(name) for owner, name, _ in replacements]
     try:
         for owner, name, new in replacements:

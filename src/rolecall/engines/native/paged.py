@@ -115,10 +115,8 @@ class PagedEngine(LocalEngine):
                     for running in self.running:
                         running.count = min(running.count + steps, running.sequence.limit)
                 latest = self._status()
-                if steps:
-                    self._collect(*previous)  # read one round late, while the device computes this one
-                else:  # no round is under way to hide behind
-                    self._collect(*latest)
+                # One round late, so that nothing waits: the device computes this one meanwhile, if there is one.
+                self._collect(*(previous if steps else latest))
                 previous = latest
             for ended, taken in self.ended:
                 self._give(ended, taken)
@@ -180,23 +178,26 @@ class PagedEngine(LocalEngine):
 
     def _grow(self, waiting: deque[list[Sequence]]) -> int:
         """Pages for the next steps of all rows; how many steps. Rows that find none wait again."""
-        while True:
-            each = [(len(r.sequence.request.prompt), r.sequence.limit, r.count, len(r.pages)) for r in self.running]
-            prompts, limits, counts, have = np.array(each).reshape(-1, 4).T
-            steps = int((limits - counts).clip(0, STEPS).max(initial=0))
-            last = prompts + np.minimum(counts + steps, limits) - 2  # A step writes the token drawn before its own.
-            missing = (last // PAGE + 1 - have).clip(0)
-            if missing.sum() <= len(self.pages.free):
-                break
-            if not self._collect(*self._status()):
+        steps, missing = self._next()
+        while missing.sum() > len(self.pages.free):
+            if not self._collect(*self._status()):  # none has ended, so one must leave
                 self._leave(waiting)
+            steps, missing = self._next()
         added = []
         for row in missing.nonzero()[0].tolist():
-            pages = self.pages.take(int(missing[row]))
-            added += [(row, int(have[row]) + number, page) for number, page in enumerate(pages)]
-            self.running[row].pages += pages
+            own, new = self.running[row].pages, self.pages.take(int(missing[row]))
+            added += [(row, place, page) for place, page in enumerate(new, len(own))]
+            own += new
         self.decoder.rows.add_pages(added)
         return steps
+
+    def _next(self) -> tuple[int, np.ndarray]:
+        """Steps of the next round, and how many pages each row lacks for them."""
+        each = [(len(r.sequence.request.prompt), r.sequence.limit, r.count, len(r.pages)) for r in self.running]
+        prompts, limits, counts, have = np.array(each).reshape(-1, 4).T
+        steps = int((limits - counts).clip(0, STEPS).max(initial=0))
+        last = prompts + np.minimum(counts + steps, limits) - 2  # A step writes the token drawn before its own.
+        return steps, (last // PAGE + 1 - have).clip(0)
 
     def _leave(self, waiting: deque[list[Sequence]]) -> None:
         """The youngest row gives up its pages and waits, with what it has generated behind its prompt."""

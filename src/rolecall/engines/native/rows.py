@@ -22,6 +22,8 @@ class Rows(Batch):
 
     What is done stays where it is until ``keep``. Rows behind the running ones write to the trash page.
 
+    ``fields``: all these tensors by name. Each is an attribute of that name, too, and only ever written in place; what
+    ``first`` and ``put`` return has the same attributes as views of some rows.
     Beside what a ``Batch`` has: ``limits``, ``done``: (slots,) most tokens of each response, and whether it has ended;
     ``table``: (slots, pages a row) int32; ``responses``, ``logprobs``: (slots, longest response + 1).
 
