@@ -64,6 +64,18 @@ def test_lora_trains_the_adapters_alone_and_needs_no_second_model(tiny_path):
     assert process.updates["actor"].fixed["gradients"] == 4 * adapter
 
 
+def test_a_reference_alone_needs_room_to_compute(tiny_path):
+    pools = {"rest": {"roles": ["actor", "rollout", "reward"]}, "reference": {"roles": ["reference"]}}
+    asked = config(tiny_path, cluster={"pools": pools}, algorithm={"kl_beta": 0.1})
+    reference = next(process for process in preflight.processes(asked) if process.name == "reference")
+    model = Actor(asked).loaded.model
+    token, head = memory.activation_bytes(model, False, backward=False), memory.head_bytes(model, backward=False)
+    assert reference == Process(
+        "reference", {"reference": 2 * TINY}, {"reference": Update({"logits": head}, token, None, 768)}
+    )
+    assert "checkpointing" not in preflight.lighter(reference, asked)
+
+
 def test_shards_hold_their_part_and_gather_the_rest(tiny_path):
     pools = {"train": {"roles": ["actor", "reference", "rollout"], "processes": 4}, "score": {"roles": ["reward"]}}
     (process,) = preflight.processes(config(tiny_path, cluster={"pools": pools}, algorithm={"kl_beta": 0.1}))
@@ -81,7 +93,6 @@ def test_shards_hold_their_part_and_gather_the_rest(tiny_path):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_micro_batches_are_those_that_a_run_would_choose(tiny_path, monkeypatch, name, checkpointing):
     monkeypatch.setattr(memory, "LEAST", 4)
-    monkeypatch.setattr(preflight, "LEAST", 4)
     asked = config(
         tiny_path,
         algorithm={"name": name},
@@ -117,8 +128,12 @@ def test_what_fits_fits_a_larger_gpu_too(fixed, token, tokens, longest, free, mo
     now, then = update.micro_tokens(free), update.micro_tokens(free + more)
     assert now <= then
     if now:
-        assert max(now, longest) == now or now == tokens
-        assert fixed + now * token <= free
+        assert fixed + max(now, longest) * token <= free
+
+
+def test_a_sample_over_the_micro_batch_goes_alone():
+    update = Update({"a": 1000}, 1, None, 20_000)  # which takes 25,000 of what is free, see ``memory.SHARE``
+    assert update.micro_tokens(26_000) == 16_384 and update.micro_tokens(25_999) == 0
 
 
 def test_a_process_fits_with_all_its_updates():
@@ -185,6 +200,7 @@ SMALL = {
         ("gemma2", 4, "gives other log-probabilities"),  # caps on scores and logits
         ("gpt_oss", 4, "gives other log-probabilities"),  # attention sinks
         ("qwen3_next", 4, "layers of another kind: linear_attention"),
+        ("mamba", 4, "layers of another kind: linear_attention"),
     ],
 )
 def test_attention_is_tried_on_a_small_model_of_the_kind(tmp_path, tiny_path, kind, layers, reason):
@@ -195,8 +211,10 @@ def test_attention_is_tried_on_a_small_model_of_the_kind(tmp_path, tiny_path, ki
     shape.architectures = [AutoModelForCausalLM._model_mapping[type(shape)].__name__]
     shape.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny_path).save_pretrained(tmp_path)
-    why = preflight.why_transformers(configuration.Model(path=str(tmp_path)))
+    model = configuration.Model(path=str(tmp_path))
+    why = preflight.why_transformers(model)
     assert why is None if reason is None else reason in why
+    assert preflight.processes(Config(model=model))[0].fits(20 * 2**30)  # counted, whatever its layers
 
 
 # What doctor says of it. ---------------------------------------------------------------------------------------------
@@ -213,7 +231,10 @@ def test_doctor_says_what_a_run_needs(tiny_path):
     assert (needs.name, sizes.name) == ("train", "")
     assert "holds 0.0 GiB (actor's weights 0.0, " in needs.detail
     assert "logits 2.0) and 0.01 MiB a token" in needs.detail
-    assert sizes.detail.startswith("on a GPU of 24 GiB: micro-batches of 16,384; 48 GiB: ") and sizes.fix == ""
+    assert (
+        sizes.detail.startswith("with a GPU of its own of 24 GiB: micro-batches of 16,384; 48 GiB: ")
+        and sizes.fix == ""
+    )
     assert {check.status for check in said(config(tiny_path))} == {"ok"}
 
 
@@ -225,9 +246,10 @@ def test_doctor_measures_by_the_gpu_that_is_here(tiny_path, monkeypatch, capsys)
     monkeypatch.setattr(doctor, "_compiler", lambda: doctor.Check("Devices", "compiler", "ok", "gcc"))
     asked = config(tiny_path, actor={"checkpointing": True})
     last = said(asked)[-1]
-    assert last.status == "missing" and last.detail == "on a GPU of the size of this one: too small"
+    assert last.status == "missing" and last.detail == "with a GPU of its own of the size of this one: too small"
     assert last.fix == (
-        "less is needed with --model.lora_rank 32 or --actor.optimizer adamw-8bit or more processes in cluster.pools"
+        "less is needed with --model.lora_rank 32 or --actor.optimizer adamw-8bit or more processes in cluster.pools "
+        "or a lower --rollout.max_tokens or a smaller --model.path"
     )
     assert doctor.main(asked) == 1
     assert "less is needed with" in capsys.readouterr().out
@@ -236,3 +258,31 @@ def test_doctor_measures_by_the_gpu_that_is_here(tiny_path, monkeypatch, capsys)
 def test_a_model_that_cannot_be_had_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"there is no folder"):
         doctor.doctor(config(tmp_path / "none"))
+
+
+def test_what_would_help_is_what_the_run_may_be_given(tiny_path):
+    settings = {"engine": "vllm", "tensor_parallel": 2}
+    asked = config(tiny_path, rollout=settings, model={"lora_rank": 4}, algorithm={"name": "ppo"})
+    engine, train = (preflight.lighter(process, asked) for process in preflight.processes(asked))
+    always = "a lower --rollout.max_tokens or a smaller --model.path"
+    assert engine == f"less is needed with a higher --rollout.tensor_parallel or {always}"
+    checkpointing = "--actor.checkpointing true or --critic.checkpointing true"
+    assert train == f"less is needed with {checkpointing} or more processes in cluster.pools or {always}"
+    asked = config(tiny_path, model={"batch_invariant": True})
+    assert "lora" not in preflight.lighter(preflight.processes(asked)[0], asked)
+
+
+def test_where_no_small_one_can_be_tried_the_rest_is_said(tmp_path, tiny_path):
+    """RWKV's own code divides by the number of its layers less one."""
+    shape = CONFIG_MAPPING["rwkv"](hidden_size=64, attention_hidden_size=64, num_hidden_layers=2, vocab_size=16)
+    shape.architectures = ["RwkvForCausalLM"]
+    shape.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_path).save_pretrained(tmp_path)
+    _, attention, needs, _ = said(Config(model={"path": str(tmp_path)}))
+    assert attention.status == "optional" and "known only in a run" in attention.detail
+    assert "ZeroDivisionError" in attention.detail and "actor's moments" in needs.detail
+
+
+def test_what_train_refuses_is_refused(tiny_path):
+    with pytest.raises(UserError, match=r"rollout\.top_k = 5"):
+        doctor.doctor(config(tiny_path, rollout={"top_k": 5}))

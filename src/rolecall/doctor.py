@@ -20,6 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rolecall.config import Config
+from rolecall.errors import UserError
 from rolecall.telemetry.versions import installed
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def doctor(config: Config | None = None) -> list[Check]:
     """Look at everything, and at the run of ``config``. Takes as long as importing torch and transformers.
 
     Raises:
-        UserError: the run's model cannot be had.
+        UserError: the run's model cannot be had, or ``train`` would refuse its configuration.
     """
     base, extras = _requirements()
     checks = [Check("Packages", "python", "ok", platform.python_version())]
@@ -196,21 +197,18 @@ def _run(config: Config) -> Iterator[Check]:
 
     from rolecall import models, preflight
 
+    config.check_trainable()
     model = models.outline(config.model, "cuda")
     models.load_tokenizer(config.model)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     kind = f"{type(model).__name__}, {size:,.1f}M parameters, on a GPU in {str(model.dtype).removeprefix('torch.')}"
     yield Check("Run", "model", "ok", kind)
-    reason = preflight.why_transformers(config.model)
-    if reason is None:
-        yield Check("Run", "attention", "ok", "Rolecall's: packed micro-batches, the native engine")
-    else:
-        yield Check("Run", "attention", "optional", f"transformers', padded, with its generate: {reason}")
+    yield _attention(config)
     for process in preflight.processes(config):
         needs = [f"holds {_parts(process.stays)}"]
         for role, update in process.updates.items():
             passing = f"{_parts(update.fixed)} and {update.token / 2**20:.2f} MiB a token"
-            needs.append(f"the {role}'s update at most {passing}")
+            needs.append(f"the {role} computes in at most {passing}")
         yield Check("Run", process.name, "ok", "; ".join(needs))
         free = {f"{size} GiB": size * 2**30 - CONTEXT for size in GPUS}
         if torch.cuda.is_available():
@@ -218,7 +216,20 @@ def _run(config: Config) -> Iterator[Check]:
         fits = {size: _fit(process, bytes_free) for size, bytes_free in free.items()}
         status: Status = "ok" if any(fits.values()) else "missing"
         sizes = "; ".join(f"{size}: {tokens or 'too small'}" for size, tokens in fits.items())
-        yield Check("Run", "", status, f"on a GPU of {sizes}", "" if all(fits.values()) else preflight.lighter(config))
+        fix = "" if all(fits.values()) else preflight.lighter(process, config)
+        yield Check("Run", "", status, f"with a GPU of its own of {sizes}", fix)
+
+
+def _attention(config: Config) -> Check:
+    from rolecall import preflight
+
+    try:
+        reason = preflight.why_transformers(config.model)
+    except UserError as error:  # of a small one: the run's own may do
+        return Check("Run", "attention", "optional", f"known only in a run, since no small one can be tried: {error}")
+    if reason is None:
+        return Check("Run", "attention", "ok", "Rolecall's: packed micro-batches, the native engine")
+    return Check("Run", "attention", "optional", f"transformers', padded, with its generate: {reason}")
 
 
 def _parts(parts: dict[str, int]) -> str:
