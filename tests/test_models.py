@@ -148,6 +148,27 @@ def test_model_without_a_padding_token_gets_one(tiny_path: Path, tmp_path: Path)
     assert models.load_tokenizer(Model(path=str(folder))).pad_token_id == 1
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"hidden_size": "wide"}, "cannot be loaded: .*: TypeError: Field 'hidden_size' expected int"),
+        ({"hidden_size": 65}, "cannot be loaded: .*: ValueError: The hidden size .65. is not a multiple"),
+        ({"num_attention_heads": 0}, "cannot be loaded: ZeroDivisionError"),
+        (
+            {"hidden_act": "unknown"},
+            "no model can be made as its config.json, a LlamaConfig, says: KeyError: 'unknown'",
+        ),
+        ({"pad_token_id": 16}, "no model can be made as its config.json, a LlamaConfig, says: AssertionError"),
+    ],
+)
+def test_configuration_that_contradicts_itself(tiny_path: Path, tmp_path: Path, change: dict, why: str) -> None:
+    shutil.copytree(tiny_path, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError, match=why):
+        models.load(Model(path=str(tmp_path)), "cpu")
+
+
 def test_model_that_lacks_weights(tiny_path: Path, tmp_path: Path) -> None:
     """transformers would draw the missing ones at random and only warn."""
     from safetensors.torch import load_file, save_file

@@ -1,7 +1,9 @@
 """rolecall doctor RECIPE: it counts the memory that roles hold, and micro-batches as a run makes them."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +66,17 @@ def test_lora_trains_the_adapters_alone_and_needs_no_second_model(tiny_path):
     assert process.updates["actor"].fixed["gradients"] == 4 * adapter
 
 
+def test_a_reference_alone_needs_room_to_compute(tiny_path):
+    pools = {"rest": {"roles": ["actor", "rollout", "reward"]}, "reference": {"roles": ["reference"]}}
+    asked = config(tiny_path, cluster={"pools": pools}, algorithm={"kl_beta": 0.1})
+    reference = next(process for process in preflight.processes(asked) if process.name == "reference")
+    model = Actor(asked).loaded.model
+    token, head = memory.activation_bytes(model, False, backward=False), memory.head_bytes(model, backward=False)
+    assert reference == Process(
+        "reference", {"reference": 2 * TINY}, {"reference": Update({"logits": head}, token, None, 768)}
+    )
+
+
 def test_shards_hold_their_part_and_gather_the_rest(tiny_path):
     pools = {"train": {"roles": ["actor", "reference", "rollout"], "processes": 4}, "score": {"roles": ["reward"]}}
     (process,) = preflight.processes(config(tiny_path, cluster={"pools": pools}, algorithm={"kl_beta": 0.1}))
@@ -119,11 +132,9 @@ def test_what_fits_fits_a_larger_gpu_too(fixed, token, tokens, longest, free, mo
         assert fixed + max(now, longest) * token <= free
 
 
-def test_a_sample_over_every_budget_goes_alone():
-    """32,768 tokens of 1 KiB each: twice the largest budget, and what a run computes all the same."""
-    update = Update({"gradients": 2**20}, 2**10, None, 2**15)
-    assert update.micro_tokens(2**20 + 2**25) == 16_384
-    assert update.micro_tokens(2**20 + 2**25 - 1) == 0
+def test_a_sample_over_the_micro_batch_goes_alone():
+    update = Update({"a": 1000}, 1, None, 20_000)  # which takes 25,000 of what is free, see ``memory.SHARE``
+    assert update.micro_tokens(26_000) == 16_384 and update.micro_tokens(25_999) == 0
 
 
 def test_a_process_fits_with_all_its_updates():
@@ -190,6 +201,7 @@ SMALL = {
         ("gemma2", 4, "gives other log-probabilities"),  # caps on scores and logits
         ("gpt_oss", 4, "gives other log-probabilities"),  # attention sinks
         ("qwen3_next", 4, "layers of another kind: linear_attention"),
+        ("mamba", 4, "layers of another kind: linear_attention"),
     ],
 )
 def test_attention_is_tried_on_a_small_model_of_the_kind(tmp_path, tiny_path, kind, layers, reason):
@@ -200,8 +212,10 @@ def test_attention_is_tried_on_a_small_model_of_the_kind(tmp_path, tiny_path, ki
     shape.architectures = [AutoModelForCausalLM._model_mapping[type(shape)].__name__]
     shape.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny_path).save_pretrained(tmp_path)
-    why = preflight.why_transformers(configuration.Model(path=str(tmp_path)))
+    model = configuration.Model(path=str(tmp_path))
+    why = preflight.why_transformers(model)
     assert why is None if reason is None else reason in why
+    assert preflight.processes(Config(model=model))[0].fits(20 * 2**30)  # counted, whatever its layers
 
 
 # What doctor says of it. ---------------------------------------------------------------------------------------------
@@ -212,16 +226,61 @@ def said(config: Config) -> list[doctor.Check]:
 
 
 def test_doctor_says_what_a_run_needs(tiny_path):
-    model, attention, needs, sizes = said(config(tiny_path))
+    model, attention, needs, *sizes = found = said(config(tiny_path))
     assert model.detail == "LlamaForCausalLM, 0.1M parameters, on a GPU in bfloat16"
     assert attention.detail == "Rolecall's: packed micro-batches, the native engine"
-    assert (needs.name, sizes.name) == ("train", "")
-    assert "holds 0.0 GiB (actor's weights 0.0, " in needs.detail
+    assert needs.name == "train" and "holds 0.0 GiB (actor's weights 0.0, " in needs.detail
     assert "logits 2.0) and 0.01 MiB a token" in needs.detail
-    assert (
-        sizes.detail.startswith("on a GPU of 24 GiB: micro-batches of 16,384; on a GPU of 48 GiB: ") and sizes.fix == ""
-    )
-    assert {check.status for check in said(config(tiny_path))} == {"ok"}
+    assert [size.name for size in sizes] == ["on 24 GiB", "on 48 GiB", "on 80 GiB", "on 140 GiB"]
+    assert {size.detail for size in sizes} == {"micro-batches of 16,384 tokens"}
+    assert {(check.status, check.fix) for check in found} == {("ok", "")}
+
+
+def sized(tmp_path: Path, size: str, **sections: Any) -> dict[str, list[str]]:
+    """By process, what is said of each GPU."""
+    _models.outline(size, tmp_path)
+    found: dict[str, list[str]] = {}
+    for check in said(config(tmp_path, rollout={"max_tokens": 256} | sections.pop("rollout", {}), **sections))[2:]:
+        if check.name.startswith("on "):
+            found[list(found)[-1]].append(f"{check.status} {check.detail} {check.fix}".strip())
+        else:
+            found[check.name] = []
+    return found
+
+
+def test_where_a_run_is_too_large_the_cheapest_way_out_is_said(tmp_path):
+    both = "--actor.checkpointing true --actor.optimizer adamw-8bit"
+    assert sized(tmp_path, "1.5B") == {
+        "train": [
+            f"optional too small {both} gives micro-batches of 5,120 tokens",
+            "ok micro-batches of 4,096 tokens",
+            "ok micro-batches of 11,264 tokens",
+            "ok micro-batches of 16,384 tokens",
+        ]
+    }
+    lora = "--model.lora_rank 32"
+    assert sized(tmp_path, "7B")["train"] == [
+        f"optional too small {lora} --actor.checkpointing true gives micro-batches of 1,024 tokens",
+        f"optional too small {lora} gives micro-batches of 2,048 tokens",
+        f"optional too small {lora} gives micro-batches of 6,144 tokens",
+        "optional too small --actor.checkpointing true gives micro-batches of 6,144 tokens",
+    ]
+    small = "--actor.micro_tokens 1024"
+    assert sized(tmp_path, "0.5B", actor={"micro_tokens": 50_000})["train"] == [
+        f"optional too small {small} gives micro-batches of 1,024 tokens",
+        f"optional too small {small} gives micro-batches of 1,024 tokens",
+        f"optional too small {small} gives micro-batches of 1,024 tokens",
+        "ok micro-batches of 50,000 tokens",
+    ]
+
+
+def test_what_shares_a_gpu_is_counted_together_and_a_sleeping_engine_is_not(tmp_path):
+    asleep, awake = (sized(tmp_path, "3B", rollout={"engine": "vllm", "sleep": sleep}) for sleep in (2, 0))
+    assert list(asleep) == ["train-rollout", "train", "all on one GPU"]
+    assert asleep["train-rollout"] == ["ok large enough"] * 4
+    assert asleep["all on one GPU"] == asleep["train"] == awake["train"]
+    assert awake["train"][2] == "ok micro-batches of 3,072 tokens"
+    assert awake["all on one GPU"][2] == "ok micro-batches of 2,048 tokens"
 
 
 def test_doctor_measures_by_the_gpu_that_is_here(tiny_path, monkeypatch, capsys):
@@ -230,14 +289,38 @@ def test_doctor_measures_by_the_gpu_that_is_here(tiny_path, monkeypatch, capsys)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index=0: (2**31, 2**32))
     monkeypatch.setattr(doctor, "_compiler", lambda: doctor.Check("Devices", "compiler", "ok", "gcc"))
-    asked = config(tiny_path, actor={"checkpointing": True})
-    last = said(asked)[-1]
-    assert last.status == "missing" and last.detail == "in what is free on this GPU: no room"
-    assert last.fix == ("try --model.lora_rank 32 or --actor.optimizer adamw-8bit or more processes in cluster.pools")
-    assert doctor.main(asked) == 1
-    assert "try --model.lora_rank 32" in capsys.readouterr().out
+    last = said(config(tiny_path))[-1]
+    assert last == doctor.Check("Run", "on this GPU", "missing", "too small", preflight.LARGER)
+    assert doctor.main(config(tiny_path)) == 1
+    assert preflight.LARGER in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_model_that_cannot_be_had_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"there is no folder"):
         doctor.doctor(config(tmp_path / "none"))
+
+
+def test_where_no_small_one_can_be_tried_the_rest_is_said(tmp_path, tiny_path):
+    """RWKV's own code divides by the number of its layers less one."""
+    shape = CONFIG_MAPPING["rwkv"](hidden_size=64, attention_hidden_size=64, num_hidden_layers=2, vocab_size=16)
+    shape.architectures = ["RwkvForCausalLM"]
+    shape.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_path).save_pretrained(tmp_path)
+    _, attention, needs, *_ = said(Config(model={"path": str(tmp_path)}))
+    assert attention.status == "optional" and "known only in a run" in attention.detail
+    assert "ZeroDivisionError" in attention.detail and "actor's moments" in needs.detail
+
+
+def test_what_train_refuses_is_refused(tiny_path, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"rollout\.top_k = 5"):
+        doctor.doctor(config(tiny_path, rollout={"top_k": 5}))
+    quantized = tmp_path / "awq"
+    shutil.copytree(tiny_path, quantized)
+    written = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps(written | {"quantization_config": {"quant_method": "awq"}}))
+    for refuses in (doctor.doctor, Actor):
+        with pytest.raises(UserError, match=r"is quantized \(awq\)\. Take the model that it was made of"):
+            refuses(config(quantized))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"torchao is not installed"):
+        doctor.doctor(config(tiny_path, actor={"optimizer": "adamw-8bit"}))

@@ -45,7 +45,7 @@ def doctor(config: Config | None = None) -> list[Check]:
     Takes as long as importing torch and transformers.
 
     Raises:
-        UserError: the run's model cannot be had, or not with the adapter.
+        UserError: the model cannot be had, or ``train`` would refuse the configuration.
     """
     base, extras = _requirements()
     checks = [Check("Packages", "python", "ok", platform.python_version())]
@@ -83,8 +83,8 @@ def main(config: Config | None = None) -> int:
     if missing:
         fixes = "\n".join(f"  {fix}" for fix in dict.fromkeys(check.fix for check in missing))
         console.print(f"This cannot run yet. Mend this first:\n{fixes}", markup=False)
-    else:
-        console.print("Rolecall can run here." if config else "Rolecall can run here. Try: rolecall demo")
+    elif config is None:
+        console.print("Rolecall can run here. Try: rolecall demo")
     return 1 if missing else 0
 
 

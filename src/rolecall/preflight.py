@@ -4,6 +4,7 @@ Only the model's configuration is read, no weights: a laptop can ask on behalf o
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,21 +18,25 @@ from rolecall import models
 from rolecall.config import Config, Pool
 from rolecall.doctor import Check, Status
 from rolecall.engines.cache import token_bytes
+from rolecall.errors import UserError
 from rolecall.models import lora
-from rolecall.models.attention import why_unsupported
-from rolecall.models.load import count_parameters
-from rolecall.training.memory import activation_bytes, fitting, head_bytes
-from rolecall.training.optimizer import moment_bytes
+from rolecall.models.attention import why_by_configuration, why_unsupported
+from rolecall.models.load import INCONSISTENT, check_not_quantized, count_parameters
+from rolecall.overrides import put
+from rolecall.training.memory import LEAST, SHARE, activation_bytes, fitting, head_bytes
+from rolecall.training.optimizer import check_moments, moment_bytes
 
 GPUS = (24, 48, 80, 140)  # GiB of common ones
 CONTEXT = 2**30  # bytes of a GPU that CUDA keeps for itself
-TRIAL_VOCABULARY = 256
+TRIAL_VOCABULARY, TRIAL_INNER = 256, 128
+LORA = {"model.lora_rank": 32}
+LARGER = "a smaller model, or more GPUs: processes in cluster.pools"
 SCALE = 5  # of a trial's weights: small ones would show no cap on scores or logits
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a role's update takes while it runs.
+    """What a role takes while it computes.
 
     Args:
         fixed: bytes, by part, whatever the micro-batches.
@@ -48,8 +53,9 @@ class Update:
     def micro_tokens(self, free: int) -> int:
         """Most tokens of a micro-batch with so many bytes free; 0: these are too few."""
         left = free - sum(self.fixed.values())
-        tokens = self.configured or fitting(left, self.per_token)
-        return tokens if tokens and max(tokens, self.longest) * self.per_token <= left else 0
+        if self.configured is None:
+            return fitting(left, self.per_token) if self.longest * self.per_token <= SHARE * left else 0
+        return self.configured if max(self.configured, self.longest) * self.per_token <= left else 0
 
 
 @dataclass(frozen=True)
@@ -70,34 +76,52 @@ class Process:
 
 
 def checks(config: Config) -> Iterator[Check]:
-    """What ``rolecall doctor`` says of a run, a line each: the model, its attention, and two for each process.
+    """What ``rolecall doctor`` says of a run: the model, its attention, and each process with the GPUs that it fits on.
 
     Raises:
-        UserError: the model cannot be had, or not with the adapter.
+        UserError: the model cannot be had, or ``train`` would refuse the configuration.
     """
-    model = models.outline(config.model, "cuda")
+    config.check_trainable()
+    model: Any = models.outline(config.model, "cuda")
+    check_not_quantized(model.config, config.model.path)
     models.load_tokenizer(config.model)  # as a run does, and refuses a model without a chat template
+    for role in {"actor", "critic"} & set(config.roles):
+        check_moments(getattr(config, role))
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     kind = f"{type(model).__name__}, {millions:,.1f}M parameters, on a GPU in {str(model.dtype).removeprefix('torch.')}"
     yield Check("Run", "model", "ok", kind)
-    reason = why_transformers(config.model)
-    if reason is None:
-        yield Check("Run", "attention", "ok", "Rolecall's: packed micro-batches, the native engine")
-    else:
-        yield Check("Run", "attention", "optional", f"transformers', padded, with its generate: {reason}")
+    yield _attention(config.model)
+    free = {f"on {gib} GiB": free_on(gib) for gib in GPUS}
+    if torch.cuda.is_available():
+        free = {"on this GPU": torch.cuda.mem_get_info()[0]}
+    ways = _lighter(config)
     for process in processes(config):
         needs = [f"holds {_parts(process.stays)}"]
         for role, update in process.updates.items():
             passing = f"{_parts(update.fixed)} and {update.per_token / 2**20:.2f} MiB a token"
-            needs.append(f"the {role}'s update at most {passing}")
+            needs.append(f"the {role} computes in at most {passing}")
         yield Check("Run", process.name, "ok", "; ".join(needs))
-        free = {f"on a GPU of {size} GiB": free_on(size) for size in GPUS}
-        if torch.cuda.is_available():
-            free = {"in what is free on this GPU": torch.cuda.mem_get_info()[0]}
-        fits = {where: _fit(process, left) for where, left in free.items()}
-        status: Status = "ok" if any(fits.values()) else "missing"
-        outcome = "; ".join(f"{where}: {fit or 'no room'}" for where, fit in fits.items())
-        yield Check("Run", "", status, outcome, "" if all(fits.values()) else lighter(config, process))
+        for where, left in free.items():
+            if process.fits(left):
+                yield Check("Run", where, "ok", _fit(process, left))
+                continue
+            better = (
+                f"{words} gives {_fit(way[process.name], left)}"
+                for words, way in ways.items()
+                if way[process.name].fits(left)
+            )
+            status: Status = "missing" if torch.cuda.is_available() else "optional"
+            yield Check("Run", where, status, "too small", next(better, LARGER))
+
+
+def _attention(config: configuration.Model) -> Check:
+    try:
+        reason = why_transformers(config)
+    except UserError as error:  # of a small one: the run's own may do
+        return Check("Run", "attention", "optional", f"known only in a run, since no small one can be tried: {error}")
+    if reason is None:
+        return Check("Run", "attention", "ok", "Rolecall's: packed micro-batches, the native engine")
+    return Check("Run", "attention", "optional", f"transformers', padded, with its generate: {reason}")
 
 
 def _parts(parts: dict[str, int]) -> str:
@@ -107,11 +131,27 @@ def _parts(parts: dict[str, int]) -> str:
 
 
 def _fit(process: Process, free: int) -> str:
-    """How a process fits into so many bytes; empty: it does not."""
-    if not process.fits(free):
-        return ""
+    """How a process fits into so many bytes."""
     tokens = sorted(set(process.micro_tokens(free).values()))
-    return f"micro-batches of {' and '.join(f'{count:,}' for count in tokens)}" if tokens else "large enough"
+    return f"micro-batches of {' and '.join(f'{count:,}' for count in tokens)} tokens" if tokens else "large enough"
+
+
+def _lighter(config: Config) -> dict[str, dict[str, Process]]:
+    """What may be set for less memory, what costs least first, with the processes, by name, that it leads to."""
+    trained = sorted({"actor", "critic"} & set(config.roles))
+    small = {f"{role}.micro_tokens": LEAST for role in trained if getattr(config, role).micro_tokens}
+    recompute = {f"{role}.checkpointing": True for role in trained}
+    eight_bit = {f"{role}.optimizer": "adamw-8bit" for role in trained}
+    found: dict[str, dict[str, Process]] = {}
+    for way in ({}, recompute, recompute | eight_bit, LORA, LORA | recompute):
+        changes: dict[str, Any] = small | way
+        raw = config.model_dump()
+        for key, value in changes.items():
+            put(raw, key, value)
+        with suppress(UserError):  # the run may not be given it
+            words = " ".join(f"--{key} {str(value).lower()}" for key, value in changes.items())
+            found[words] = {process.name: process for process in processes(Config(**raw))}
+    return found
 
 
 def free_on(gib: int) -> int:
@@ -133,7 +173,20 @@ def processes(config: Config) -> list[Process]:
     for name, pool in config.pools.items():
         if pool.roles != ["reward"]:
             found.setdefault(tuple(pool.roles), _process(name, pool, config, model, whole))
+    alone = all(pool.processes == 1 for pool in config.pools.values()) and config.rollout.replicas == 1
+    if len(found) > 1 and alone and config.rollout.tensor_parallel == 1:
+        return [*found.values(), _together(list(found.values()), config)]
     return list(found.values())
+
+
+def _together(several: list[Process], config: Config) -> Process:
+    """Processes that share one GPU; an engine that sleeps while the others compute holds nothing then."""
+    awake = [one for one in several if one.updates or "reference" in one.stays or not config.rollout.sleep]
+    return Process(
+        "all on one GPU",
+        {part: size for one in awake for part, size in one.stays.items()},
+        {role: update for one in awake for role, update in one.updates.items()},
+    )
 
 
 def _process(name: str, pool: Pool, config: Config, model: Any, whole: int) -> Process:
@@ -149,6 +202,8 @@ def _process(name: str, pool: Pool, config: Config, model: Any, whole: int) -> P
             updates[role] = _update(module, settings, longest, shares)
     if "reference" in roles and not ("actor" in roles and config.model.lora_rank):  # else: the Actor's without adapter
         stays["reference"] = whole // shares
+        if not updates:  # else: in a smaller part of what an update takes
+            updates["reference"] = _update(model, config.actor, longest, shares, backward=False)
     if "rollout" in roles and ("actor" not in roles or shares > 1):  # else: it generates from the Actor's
         parts = config.rollout.tensor_parallel if roles == {"rollout"} else 1
         stays |= {"engine's weights": whole // parts, "one response's cache": longest * token_bytes(model) // parts}
@@ -167,59 +222,54 @@ def _held(role: str, module: Any, settings: configuration.Optimizer, shares: int
     return {f"{role}'s {part}": size // shares for part, size in parts.items() if size}
 
 
-def _update(module: Any, settings: configuration.Optimizer, longest: int, shares: int) -> Update:
+def _update(module: Any, settings: configuration.Optimizer, longest: int, shares: int, backward: bool = True) -> Update:
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    fixed = {"gradients": 4 * trained // shares, "logits": head_bytes(module)}
+    fixed = {"gradients": 4 * trained // shares} if backward else {}
+    fixed["logits"] = head_bytes(module, backward)
     if shares > 1:
         layers = [_bytes(layer) for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
         # What is in no layer; and of a layer its weights, the next one's, its gradients, and these in FP32.
-        fixed["gathered"] = _bytes(module) - sum(layers) + 5 * max(layers, default=0)
-    return Update(fixed, activation_bytes(module, settings.checkpointing), settings.micro_tokens, longest)
+        fixed["gathered"] = _bytes(module) - sum(layers) + (5 if backward else 2) * max(layers, default=0)
+    return Update(fixed, activation_bytes(module, settings.checkpointing, backward), settings.micro_tokens, longest)
 
 
 def _bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def lighter(config: Config, process: Process) -> str:
-    """What could still be set for this process to need less memory."""
-    trained = {role: getattr(config, role) for role in process.updates}
-    plain = all(settings.optimizer == "adamw" for settings in trained.values())  # 8-bit moments cannot be sharded
-    ways = ["--model.lora_rank 32"] if trained and not config.model.lora_rank else []
-    for role, settings in trained.items():
-        if settings.optimizer == "adamw" and config.pools[process.name].processes == 1:
-            ways.append(f"--{role}.optimizer adamw-8bit")
-        if not settings.checkpointing:
-            ways.append(f"--{role}.checkpointing true")
-    if trained and plain:
-        ways.append("more processes in cluster.pools")
-    return f"try {' or '.join(ways or ['a smaller model (--model.path)'])}"
-
-
 def why_transformers(config: configuration.Model) -> str | None:
     """Why transformers generates with the model, and micro-batches are padded; None: they need not be.
 
-    Tried as at the start of a run (see ``why_unsupported``), but with random weights, few layers and few tokens.
+    Tried as at the start of a run (see ``why_unsupported``), but with random weights, a layer of each kind, narrow
+    inside (experts, too), and few tokens.
 
     Raises:
-        UserError: the model cannot be had, or even that much of it needs more memory than there is.
+        UserError: the model cannot be had, none so small can be made, or even that needs more memory than there is.
     """
     outline: Any = models.outline(config, "cpu")
+    if reason := why_by_configuration(outline):
+        return reason
     architecture = outline.config  # nobody else's: it may be changed
     shape = architecture.get_text_config()
-    kinds = getattr(shape, "layer_types", None)
-    shape.num_hidden_layers = 1 + max(map(kinds.index, set(kinds))) if kinds else 1  # one of each kind
+    kinds = list(dict.fromkeys(getattr(shape, "layer_types", None) or []))
+    shape.num_hidden_layers = max(1, len(kinds))
     if kinds:
-        shape.layer_types = kinds[: shape.num_hidden_layers]
+        shape.layer_types = kinds
+    for name, size in shape.to_dict().items():
+        if "intermediate_size" in name and isinstance(size, int):
+            setattr(shape, name, min(size, TRIAL_INNER))
     shape.vocab_size = min(shape.vocab_size, TRIAL_VOCABULARY)
     shape.pad_token_id = None  # it may lie outside
     needed = 4 * count_parameters(architecture)
     models.check_memory(needed, f"a trial of {config.path}'s attention", "cpu")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(SCALE)
-    return why_unsupported(model)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(SCALE)
+        return why_unsupported(model)
+    except INCONSISTENT as error:  # so small, it breaks a rule of its kind
+        raise UserError(f"{type(error).__name__}: {error}") from error

@@ -111,6 +111,19 @@ def hidden_states(model: nn.Module, tokens: Tensor, positions: Tensor, layout: L
     ).last_hidden_state
 
 
+def why_by_configuration(model: nn.Module) -> str | None:
+    """What the configuration tells of ``why_unsupported``, where longer inputs would tell and short ones do not."""
+    any_model: Any = model
+    shape = any_model.config.get_text_config()
+    if other := sorted(set(getattr(shape, "layer_types", None) or []) - {"full_attention", "sliding_attention"}):
+        return f"{type(model).__name__} has layers of another kind: {', '.join(other)}"
+    rotary = getattr(shape, "rope_parameters", None) or {}
+    kinds: set[Any] = {one.get("rope_type") for one in (rotary, *rotary.values()) if isinstance(one, dict)}
+    if varying := sorted(kinds & {"dynamic", "longrope"}):
+        return f"{type(model).__name__} turns positions by the longest sequence beside them (rope_type {varying[0]})"
+    return None
+
+
 @torch.no_grad()
 def why_unsupported(model: nn.Module) -> str | None:
     """None if the model runs under our attention function, else the reason: tried on two short sequences, not guessed.
@@ -118,14 +131,9 @@ def why_unsupported(model: nn.Module) -> str | None:
     The model may fail it by ignoring the attention interface, by attention that this function does not offer
     (sinks, soft-capping), or by transforming the logits behind its output embedding.
     """
+    if reason := why_by_configuration(model):
+        return reason
     any_model: Any = model
-    layers = set(getattr(any_model.config, "layer_types", None) or [])
-    if other := sorted(layers - {"full_attention", "sliding_attention"}):  # longer inputs would tell, these do not
-        return f"{type(model).__name__} has layers of another kind: {', '.join(other)}"
-    rotary = getattr(any_model.config.get_text_config(), "rope_parameters", None) or {}
-    kinds: set[Any] = {one.get("rope_type") for one in (rotary, *rotary.values()) if isinstance(one, dict)}
-    if varying := sorted(kinds & {"dynamic", "longrope"}):  # again, only longer inputs would tell
-        return f"{type(model).__name__} turns positions by the longest sequence beside them (rope_type {varying[0]})"
     before = any_model.config._attn_implementation
     device = next(model.parameters()).device
     vocabulary = any_model.get_input_embeddings().weight.shape[0]

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 from filelock import FileLock
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -29,6 +30,11 @@ from rolecall.models.invariant import make_invariant
 BUILT_IN = {"smollm2-135m-instruct": "rolecall.models.smollm2", "tiny": "rolecall.models.tiny"}
 SMALL = 300_000_000  # parameters of a model that on a GPU "auto" computes in float32, too, and that is not compiled
 LAYOUT = "1"  # of the cache; counted up when a built-in model is made differently
+
+# What transformers raises where a config.json contradicts itself.
+INCONSISTENT = (
+    StrictDataclassError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, AssertionError, RuntimeError
+)  # fmt: skip
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -103,13 +109,14 @@ def load(config: configuration.Model, device: torch.device | str) -> Loaded:
     """Load a causal model in eval mode, in the configured type, on ``device``.
 
     Raises:
-        UserError: the model cannot be had, is no causal language model, does not fit in memory, lacks weights, has no
-            chat template, or is to be batch-invariant and cannot.
+        UserError: the model cannot be had, is no causal language model or a quantized one, does not fit in memory,
+            lacks weights, has no chat template, or is to be batch-invariant and cannot.
     """
     device = torch.device(device)
     path = resolve(config.path)
     architecture = _pretrained(AutoConfig, config.path)
     _check_causal(architecture, config.path)
+    check_not_quantized(architecture, config.path)
     tokenizer = load_tokenizer(config)
     parameters = count_parameters(architecture)
     dtype = _dtype(config.dtype, device, parameters)
@@ -156,6 +163,18 @@ def outline(config: configuration.Model, device: torch.device | str) -> nn.Modul
     return model.eval()
 
 
+def check_not_quantized(architecture: Any, path: str) -> None:
+    """Refuse weights of a few bits, which nothing here trains or computes with.
+
+    Raises:
+        UserError: the model's configuration says that they are.
+    """
+    how = getattr(architecture, "quantization_config", None)
+    if how is not None:
+        method = how["quant_method"] if isinstance(how, dict) else how.quant_method
+        raise UserError(f"model.path: {path!r} is quantized ({method}). Take the model that it was made of.")
+
+
 def load_tokenizer(config: configuration.Model) -> Any:
     """The model's tokenizer, with a chat template and a padding token.
 
@@ -182,14 +201,24 @@ def _pretrained(kind: Any, path: str) -> Any:
     """``kind.from_pretrained``: what a folder or the hub says of a model, before its weights."""
     try:
         return kind.from_pretrained(resolve(path), trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, *INCONSISTENT) as error:
         raise UserError(f"model.path: {path!r} cannot be loaded: {_short(error)} {_choices(path)}") from error
 
 
 def count_parameters(architecture: Any) -> int:
-    """A model's parameters, from its configuration alone (tied ones counted once)."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(architecture)
+    """A model's parameters, from its configuration alone (tied ones counted once).
+
+    Raises:
+        UserError: no model can be made by it.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(architecture)
+    except INCONSISTENT as error:
+        kind = type(architecture).__name__
+        raise UserError(
+            f"model.path: no model can be made as its config.json, a {kind}, says: {_short(error)} Check that file."
+        ) from error
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -260,5 +289,6 @@ def _choices(path: str) -> str:
 
 def _short(error: Exception) -> str:
     """The first sentence or line of a library's message."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}".rstrip(".") + "."
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    text = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # "Validation error for field 'hidden_size':"
+    return f"{type(error).__name__}: {text}".rstrip(".") + "."

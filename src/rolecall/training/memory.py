@@ -96,10 +96,10 @@ def activation_bytes(
     any_model: Any = model
     architecture = any_model.config.get_text_config()
     hidden = architecture.hidden_size
-    heads = architecture.num_attention_heads
+    heads = getattr(architecture, "num_attention_heads", 1)  # Mamba has none
     width = max(hidden, heads * (getattr(architecture, "head_dim", None) or hidden // heads))
     inner = getattr(architecture, "intermediate_size", None) or 4 * hidden
-    layer = 16 * width + 4 * inner
+    layer = 16 * width + 4 * (max(inner) if isinstance(inner, list) else inner)
     itemsize = (dtype or any_model.dtype).itemsize
     if not backward:
         return itemsize * layer

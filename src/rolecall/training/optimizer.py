@@ -151,9 +151,14 @@ def moment_bytes(parameters: Iterable[Tensor], config: configuration.Optimizer) 
     return sum(2 * one(parameter) for parameter in parameters)
 
 
-def _adam(config: configuration.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, betas=config.betas, fused=True)
+def check_moments(config: configuration.Optimizer) -> None:
+    """Refuse 8-bit moments where they cannot be had.
+
+    Raises:
+        UserError: torchao is not installed, or nothing may be compiled.
+    """
+    if config.optimizer != "adamw-8bit":
+        return
     if importlib.util.find_spec("torchao") is None:
         raise UserError(f"{EIGHT_BIT}: torchao is not installed. Install it: pip install 'rolecall[8bit]'.")
     if torch._dynamo.config.disable:
@@ -161,6 +166,12 @@ def _adam(config: configuration.Optimizer, groups: list[dict[str, Any]]) -> torc
             f"{EIGHT_BIT}: torchao compiles its step, and TORCH_COMPILE_DISABLE turns compilation off. Unset that, or "
             "take 'adamw'."
         )
+
+
+def _adam(config: configuration.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, betas=config.betas, fused=True)
+    check_moments(config)
     if any(isinstance(master, DTensor) for group in groups for master in group["params"]):
         raise UserError(
             f"{EIGHT_BIT}: it is for a model that is whole in its process, and this one is sharded. Take 'adamw'."
