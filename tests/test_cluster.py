@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from ray.cluster_utils import Cluster
 
 from rolecall.cluster import spawn
 from rolecall.cluster import worker as cluster_worker
-from rolecall.cluster.spawn import _bundles
+from rolecall.cluster.spawn import _bundles, _connected
 from rolecall.config import Config
 from rolecall.errors import RunError, UserError
 
@@ -148,6 +149,26 @@ def test_a_ray_of_its_own_starts_and_ends_with_the_run(tmp_path, monkeypatch):
     assert not ray.is_initialized()
     assert _gone(actor["pid"])
     assert _gone(reward["pid"])
+
+
+@pytest.mark.parametrize("interrupts", [0, 1, 3])
+def test_an_interrupt_while_ray_starts_comes_behind_it(monkeypatch, interrupts):
+    done: list[str] = []
+
+    def start(*_, **options):
+        for _ in range(interrupts):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+        done.append("started")
+
+    monkeypatch.setattr(ray, "init", start)
+    monkeypatch.setattr(ray, "shutdown", lambda: done.append("ended"))
+    expected = pytest.raises(KeyboardInterrupt) if interrupts else nullcontext()
+    with expected, _connected(""):
+        done.append("used")
+    assert done == (["started", "ended"] if interrupts else ["started", "used", "ended"])
+    with pytest.raises(KeyboardInterrupt):  # as before
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_only_the_roles_of_the_run_are_started(address):

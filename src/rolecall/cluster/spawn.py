@@ -2,8 +2,10 @@
 
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -70,6 +72,15 @@ def _connected(address: str) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # after one call has failed nobody waits for the others
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the worker hides the GPUs itself
+    try:
+        with _uninterrupted():
+            _connect(address)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         if port.isdigit():  # a wrong address fails here at once; Ray would try it for minutes
@@ -80,10 +91,25 @@ def _connected(address: str) -> Iterator[None]:
             f"cluster.address: cannot work with Ray at {address or 'this machine'!r}: {error}\nStart one there with "
             "`ray start --head`, or leave cluster.address empty for a local one."
         ) from None
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block.
+
+    While Ray starts it would be lost in a fork, or raised within code of Ray's that then ends the process.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no other one is interrupted
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     try:
         yield
     finally:
-        ray.shutdown()
+        signal.signal(signal.SIGINT, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _bundles(config: Config, gpus: float) -> dict[str, dict[str, float]]:
