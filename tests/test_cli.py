@@ -176,6 +176,7 @@ def test_help_for_a_benchmark_lists_its_own_options(rolecall, monkeypatch):
     for general in (("bench",), ("bench", "--help")):
         done = rolecall(*general)
         assert done.code == 0 and "--out" in done.out and "--size 0.5B,7B" in done.out
+        assert "NAME is one of: decode, decoupling, demo, " in done.out
 
 
 def test_importing_the_package_is_light():

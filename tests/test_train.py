@@ -147,6 +147,7 @@ def test_what_may_change_on_resume_takes_effect_and_the_algorithm_may_not(tmp_pa
     assert resumed.metrics[-1]["kl_beta"] == 0.5
     said = capsys.readouterr().out
     assert "configured as before but for " in said
+    assert f"held-out accuracy {learned['grpo-tiny'].heldout[STEPS]:.3f}\n" in said and "held-out –" not in said
     assert "algorithm.kl_beta (0.0 before, now 0.5), run.dir (" in said
     assert f", run.steps ({STEPS} before, now {STEPS + 1})\n" in said
     config = Config.load(RECIPES / "ppo-tiny.toml")

@@ -78,7 +78,7 @@ def report(run: Annotated[Path, typer.Argument(help="Folder of a run, such as ru
 @app.command(context_settings=OVERRIDES, add_help_option=False)
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="demo, learning, objectives, ppo, rollout, step, ...")] = "",
+    name: Annotated[str, typer.Argument(help="Which one")] = "",
     out: Annotated[Path, typer.Option(help="Folder for NAME.md and results/NAME.json")] = Path("benchmarks"),
     asked: Annotated[bool, typer.Option("--help", help="Show this, and what is NAME's own, and exit")] = False,
 ) -> None:
@@ -86,13 +86,14 @@ def bench(
 
     Some take lists of what to measure, such as [bold]--size 0.5B,7B --n 64[/bold], and add to the table that is there.
     """
+    known = sorted(file.stem.replace("_", "-") for file in Path("benchmarks").glob("[!_]*.py"))
     if asked or not name:
         print(context.get_help())
+        print(f"NAME is one of: {', '.join(known) or 'none, as there is no clone of the project in this folder'}\n")
     if not name:
         return
     from rolecall.data.functions import load_function
 
-    known = [file.stem.replace("_", "-") for file in Path("benchmarks").glob("[!_]*.py")]
     if not known:
         raise UserError("Benchmarks run in a clone of the project: there is no benchmarks/ with any in this folder.")
     check_known("benchmark", name, known)

@@ -218,6 +218,7 @@ def _recording(run_dir: Path, state: State, console: Console) -> Iterator[logs.M
     logs.truncate(run_dir, state.step or -1)
     log = logs.MetricsLog(run_dir, config)
     try:
+        console.evaluated(*logs.heldout_accuracy(run_dir).values())
         for line in logs.read(run_dir / logs.METRICS)[-1:]:
             console.step(line["step"], line)  # where a resumed run stands
         yield log

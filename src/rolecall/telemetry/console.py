@@ -67,11 +67,11 @@ class Console:
         """Something to remember: a line that stays."""
         self._output.print(text, markup=False, emoji=False, soft_wrap=True)
 
-    def evaluated(self, accuracy: float) -> None:
-        """Held-out accuracy outside a step's metrics (before training)."""
-        self._heldout.append(accuracy)
-        if not self._live:
-            self.note(f"held-out accuracy {accuracy:.3f}")
+    def evaluated(self, *accuracies: float) -> None:
+        """Held-out accuracy outside a step's metrics: before training, or all that a resumed run has had."""
+        self._heldout += accuracies
+        if accuracies and not self._live:
+            self.note(f"held-out accuracy {accuracies[-1]:.3f}")
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         """Show a finished step."""
