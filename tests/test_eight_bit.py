@@ -98,7 +98,7 @@ def test_moments_take_the_bytes_that_are_planned_for():
     assert optimizer.unallocated() == planned
     train(model, optimizer, range(1))
     assert (optimizer.unallocated(), moments(optimizer)) == (0, planned)
-    assert bytes_to_train(model, EIGHT) == planned + 2 * (64 * 64 + 64) * (4 + 4)  # gradients and masters
+    assert sum(bytes_to_train(model, EIGHT).values()) == planned + 2 * (64 * 64 + 64) * (4 + 4)  # gradients and masters
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_moments_to_come_make_micro_batches_smaller(gpu, caplog):
     with caplog.at_level("INFO"):
         found = memory.micro_tokens(config.Optimizer(), model_of(layers=1, hidden=512, inner=1024), CUDA)
     assert found == 11 * 1024
-    assert "Micro-batches of 11264 tokens: 3.2 GiB are free, of which 0.2 are for moments to come" in caplog.text
+    assert "of 11264 tokens: 3.2 GiB are free, less moments to come (of all roles here) 0.2, " in caplog.text
 
 
 def test_without_a_backward_pass_a_token_takes_one_layer(gpu):

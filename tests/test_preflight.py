@@ -87,7 +87,7 @@ def test_shards_hold_their_part_and_gather_the_rest(tiny_path):
     fixed = process.updates["actor"].fixed
     assert fixed["gradients"] == TINY
     layer = (TINY - 2 * HEAD - 64) // 2  # of two: without both embeddings and the last norm
-    assert fixed["gathered"] == 2 * (2 * HEAD + 64 + 5 * layer)
+    assert fixed["gathered weights"] == 2 * (2 * HEAD + 64 + 5 * layer)
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
@@ -230,7 +230,7 @@ def test_doctor_says_what_a_run_needs(tiny_path):
     assert model.detail == "LlamaForCausalLM, 0.1M parameters, on a GPU in bfloat16"
     assert attention.detail == "Rolecall's: packed micro-batches, the native engine"
     assert needs.name == "train" and "holds 0.0 GiB (actor's weights 0.0, " in needs.detail
-    assert "logits 2.0) and 0.01 MiB a token" in needs.detail
+    assert "computes in at most 2.0 GiB (logits 2.0, gradients 0.0) and 0.01 MiB a token" in needs.detail
     assert [size.name for size in sizes] == ["on 24 GiB", "on 48 GiB", "on 80 GiB", "on 140 GiB"]
     assert {size.detail for size in sizes} == {"micro-batches of 16,384 tokens"}
     assert {(check.status, check.fix) for check in found} == {("ok", "")}

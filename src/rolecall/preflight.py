@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rolecall import config as configuration
 from rolecall import models
@@ -23,8 +22,8 @@ from rolecall.models import lora
 from rolecall.models.attention import why_by_configuration, why_unsupported
 from rolecall.models.load import INCONSISTENT, check_not_quantized, count_parameters
 from rolecall.overrides import put
-from rolecall.training.memory import LEAST, SHARE, activation_bytes, fitting, head_bytes
-from rolecall.training.optimizer import check_moments, moment_bytes
+from rolecall.training.memory import LEAST, SHARE, activation_bytes, fitting, passing_bytes
+from rolecall.training.optimizer import bytes_to_train, check_moments
 
 GPUS = (24, 48, 80, 140)  # GiB of common ones
 CONTEXT = 2**30  # bytes of a GPU that CUDA keeps for itself
@@ -212,24 +211,15 @@ def _process(name: str, pool: Pool, config: Config, model: Any, whole: int) -> P
 
 def _held(role: str, module: Any, settings: configuration.Optimizer, shares: int) -> dict[str, int]:
     """Bytes of what a trained role holds all the time. Sharded, it keeps what it trains in FP32 only (``shard``)."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    narrow = [parameter for parameter in trained if parameter.itemsize < 4]
-    weights = _bytes(module)
+    weights, added = _bytes(module), bytes_to_train(module, settings)
     if shares > 1:
-        weights -= sum(parameter.nbytes for parameter in narrow)
-    masters = 4 * sum(parameter.numel() for parameter in narrow)
-    parts = {"weights": weights, "FP32 masters": masters, "moments": moment_bytes(trained, settings)}
+        weights -= added["FP32 masters"] // 4 * module.dtype.itemsize
+    parts = {"weights": weights, "FP32 masters": added["FP32 masters"], "moments": added["moments"]}
     return {f"{role}'s {part}": size // shares for part, size in parts.items() if size}
 
 
 def _update(module: Any, settings: configuration.Optimizer, longest: int, shares: int, backward: bool = True) -> Update:
-    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    fixed = {"gradients": 4 * trained // shares} if backward else {}
-    fixed["logits"] = head_bytes(module, backward)
-    if shares > 1:
-        layers = [_bytes(layer) for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        # What is in no layer; and of a layer its weights, the next one's, its gradients, and these in FP32.
-        fixed["gathered"] = _bytes(module) - sum(layers) + (5 if backward else 2) * max(layers, default=0)
+    fixed = passing_bytes(module, shares, backward=backward)
     return Update(fixed, activation_bytes(module, settings.checkpointing, backward), settings.micro_tokens, longest)
 
 

@@ -34,7 +34,8 @@ class Reference:
     @cached_property
     def micro_tokens(self) -> int:
         """Most tokens of a micro-batch: the Actor's, where they are configured."""
-        return memory.micro_tokens(self.config.actor, self._loaded.model, models.device(), backward=False)
+        device = models.device()
+        return memory.micro_tokens(self.config.actor, self._loaded.model, device, self._shards, backward=False)
 
     def logprobs(self, samples: list[Sample]) -> list[list[float]]:
         """Log-probability of each response token, at the temperature that the Actor samples and trains at."""

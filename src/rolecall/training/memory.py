@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rolecall import config as configuration
 from rolecall.errors import RunError
@@ -20,7 +21,7 @@ from rolecall.models.load import free_memory
 from rolecall.samples import Sample
 from rolecall.training.logprobs import LOGITS
 from rolecall.training.optimizer import Optimizer
-from rolecall.training.sharding import local
+from rolecall.training.sharding import WHOLE, Shards
 
 MOST = {"cpu": 4096, "cuda": 16_384}  # where nothing is configured; more compute no faster
 LEAST = 1024  # on a GPU, whatever the estimate
@@ -45,36 +46,56 @@ def micro_tokens(
     settings: configuration.Optimizer,
     model: nn.Module,
     device: torch.device,
+    shards: Shards = WHOLE,
     *,
     backward: bool = True,
-    dtype: torch.dtype | None = None,
 ) -> int:
     """Most tokens of a micro-batch through ``model``.
 
     As configured; else as many as the GPU's free memory holds activations of, in steps of ``LEAST``, beside the moments
-    of all roles here and this one's gradients and logits.
+    of all roles here and what this one takes whatever its micro-batches.
 
     Args:
+        shards: how the model lies over several processes.
         backward: it is trained; else it only computes log-probabilities, and keeps no activations.
-        dtype: that it computes in, if not that of its weights.
     """
     if settings.micro_tokens is not None:
         return settings.micro_tokens
     if device.type != "cuda":
         return MOST[device.type]
-    trained = sum(local(parameter).numel() for parameter in model.parameters() if parameter.requires_grad)
-    free, moments, head = free_memory(device), expected(), head_bytes(model, backward)
-    gradients = 4 * trained if backward else 0
-    token = activation_bytes(model, settings.checkpointing, backward, dtype)
-    tokens = max(LEAST, fitting(free - moments - gradients - head, token))
+    free, parts = free_memory(device), {"moments to come (of all roles here)": expected()}
+    parts |= passing_bytes(model, shards.count, shards.dtype, backward=backward)
+    token = activation_bytes(model, settings.checkpointing, backward, shards.dtype)
+    tokens = max(LEAST, fitting(free - sum(parts.values()), token))
     log.info(
-        "Micro-batches of %d tokens: %.1f GiB are free, of which %.1f are for moments to come (of all roles here), "
-        "%.1f for gradients and %.1f for logits; a token's activations take %.2f MiB.",
+        "Micro-batches of %d tokens: %.1f GiB are free, less %s; a token's activations take %.2f MiB.",
         tokens,
-        *(size / 2**30 for size in (free, moments, gradients, head)),
+        free / 2**30,
+        ", ".join(f"{part} {size / 2**30:.1f}" for part, size in parts.items()),
         token / 2**20,
     )
     return tokens
+
+
+def passing_bytes(
+    model: nn.Module, ranks: int = 1, dtype: torch.dtype | None = None, *, backward: bool = True
+) -> dict[str, int]:
+    """Bytes, by part, that a role takes while it computes, whatever its micro-batches.
+
+    Args:
+        ranks: over which the model is sharded.
+        dtype, backward: see ``micro_tokens`` and ``activation_bytes``.
+    """
+    parts = {"logits": head_bytes(model, backward)}
+    if backward:
+        parts["gradients"] = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) // ranks
+    if ranks > 1:
+        any_model: Any = model
+        layers = [_numel(layer) for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        # What is in no layer; and of a layer its weights, the next one's, its gradients, and these in FP32.
+        gathered = _numel(model) - sum(layers) + (5 if backward else 2) * max(layers, default=0)
+        parts["gathered weights"] = (dtype or any_model.dtype).itemsize * gathered
+    return parts
 
 
 def fitting(free: int, token: int) -> int:
@@ -112,6 +133,10 @@ def head_bytes(model: nn.Module, backward: bool = True) -> int:
     any_model: Any = model
     embedding = any_model.get_input_embeddings().weight.numel() if backward else 0
     return 8 * LOGITS["cuda"] + 8 * embedding
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @contextmanager

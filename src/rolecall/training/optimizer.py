@@ -129,14 +129,15 @@ class Optimizer:
         return [(weight, master) for weight, master in pairs if weight is not master]
 
 
-def bytes_to_train(model: nn.Module, config: configuration.Optimizer) -> int:
-    """Bytes that training adds to the weights: FP32 gradients and Adam's two moments, and masters where needed.
+def bytes_to_train(model: nn.Module, config: configuration.Optimizer) -> dict[str, int]:
+    """Bytes, by part, that training adds to the weights: FP32 gradients, masters where needed, Adam's two moments.
 
     Only parameters that require a gradient take any, and sharded ones for this rank's shard.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    others = sum((4 if p.dtype == torch.float32 else 8) * local(p).numel() for p in trained)
-    return others + moment_bytes(trained, config)
+    narrow = [parameter for parameter in trained if parameter.itemsize < 4]
+    gradients, masters = (4 * sum(local(parameter).numel() for parameter in some) for some in (trained, narrow))
+    return {"gradients": gradients, "FP32 masters": masters, "moments": moment_bytes(trained, config)}
 
 
 def moment_bytes(parameters: Iterable[Tensor], config: configuration.Optimizer) -> int:

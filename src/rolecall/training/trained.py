@@ -71,7 +71,8 @@ class Trained:
         self.shards = shard(module)
         self._role = type(self).__name__.lower()
         what = f"training the {self._role} (gradients and Adam, with moments to come of other roles here)"
-        models.check_memory(bytes_to_train(module, settings) + memory.expected(), what, self.device)
+        needed = sum(bytes_to_train(module, settings).values()) + memory.expected()
+        models.check_memory(needed, what, self.device)
         self._planned = settings.epochs * min(settings.minibatches, config.rollout.prompts)  # groups are not split
         updates = max(config.run.steps - waits, 0)
         self.optimizer = Optimizer(module.parameters(), settings, self._planned * updates)
@@ -84,7 +85,7 @@ class Trained:
     @cached_property
     def micro_tokens(self) -> int:
         """Most tokens of a micro-batch; where it is not configured, what fits when it is first asked for."""
-        return memory.micro_tokens(self.settings, self.loaded.model, self.device, dtype=self.shards.dtype)
+        return memory.micro_tokens(self.settings, self.loaded.model, self.device, self.shards)
 
     def take_steps(self, samples: list[Sample], keep: Callable[[Sample], bool], loss: Loss) -> list[Metrics]:
         """``epochs`` passes over the samples, an optimizer step for each of the ``minibatches``.
