@@ -274,13 +274,16 @@ def test_where_a_run_is_too_large_the_cheapest_way_out_is_said(tmp_path):
     ]
 
 
-def test_what_shares_a_gpu_is_counted_together_and_a_sleeping_engine_is_not(tmp_path):
+def test_what_shares_a_gpu_is_counted_together_and_a_sleeping_engine_is_not(tmp_path, monkeypatch):
     asleep, awake = (sized(tmp_path, "3B", rollout={"engine": "vllm", "sleep": sleep}) for sleep in (2, 0))
     assert list(asleep) == ["train-rollout", "train", "all on one GPU"]
     assert asleep["train-rollout"] == ["ok large enough"] * 4
     assert asleep["all on one GPU"] == asleep["train"] == awake["train"]
     assert awake["train"][2] == "ok micro-batches of 3,072 tokens"
     assert awake["all on one GPU"][2] == "ok micro-batches of 2,048 tokens"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    apart = preflight.processes(config(tmp_path, rollout={"engine": "vllm"}))
+    assert [process.name for process in apart] == ["train-rollout", "train"]
 
 
 def test_doctor_measures_by_the_gpu_that_is_here(tiny_path, monkeypatch, capsys):

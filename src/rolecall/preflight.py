@@ -159,7 +159,7 @@ def free_on(gib: int) -> int:
 
 
 def processes(config: Config) -> list[Process]:
-    """Those that hold a model, one of each kind: replicas need the same, and so do shards.
+    """Those that hold a model, one of each kind (replicas need the same, and so do shards), and all that share a GPU.
 
     Raises:
         UserError: the model cannot be had, or not with the adapter.
@@ -173,7 +173,7 @@ def processes(config: Config) -> list[Process]:
         if pool.roles != ["reward"]:
             found.setdefault(tuple(pool.roles), _process(name, pool, config, model, whole))
     alone = all(pool.processes == 1 for pool in config.pools.values()) and config.rollout.replicas == 1
-    if len(found) > 1 and alone and config.rollout.tensor_parallel == 1:
+    if len(found) > 1 and alone and config.rollout.tensor_parallel == 1 and torch.cuda.device_count() < 2:
         return [*found.values(), _together(list(found.values()), config)]
     return list(found.values())
 
