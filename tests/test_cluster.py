@@ -151,8 +151,16 @@ def test_a_ray_of_its_own_starts_and_ends_with_the_run(tmp_path, monkeypatch):
     assert _gone(reward["pid"])
 
 
+@pytest.fixture
+def interruptible():
+    """As in a terminal: a process that was started in the background ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("interrupts", [0, 1, 3])
-def test_an_interrupt_while_ray_starts_comes_behind_it(monkeypatch, interrupts):
+def test_an_interrupt_while_ray_starts_comes_behind_it(monkeypatch, interruptible, interrupts):
     done: list[str] = []
 
     def start(*_, **options):
