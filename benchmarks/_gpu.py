@@ -185,6 +185,19 @@ def about(figures: str) -> str:
     return TRIAL if machine() == "dry-run" else figures
 
 
+def table(figures: str, heads: Iterable[str], lines: Iterable[str]) -> str:
+    """What is said of the figures (see ``about``), and under ``heads`` a line each."""
+    columns = list(heads)
+    return "\n".join([about(figures), "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *lines])
+
+
+def check_groups(n: Iterable[int], group: int) -> None:
+    """Refuse numbers of sequences that are no whole groups."""
+    for count in n:
+        if count < group or count % group:
+            raise UserError(f"--n {count}: sequences come in groups of {group}.")
+
+
 def check_installed(package: str) -> None:
     """Refuse to measure what is not there.
 

@@ -13,7 +13,6 @@ from benchmarks._models import SIZES, Size
 from rolecall import models
 from rolecall.config import Config
 from rolecall.engines.native.paged import STEPS, PagedEngine
-from rolecall.errors import UserError
 from rolecall.samples import Request, Sampling
 
 GROUP, BEFORE = 8, 256  # responses a prompt; tokens of each before the round of ``STEPS`` that is profiled
@@ -31,9 +30,7 @@ def run(out: Path, size: Sequence[str] = ("0.5B",), n: Sequence[int] = (8, 64, 5
         n: rows that are decoded at once.
     """
     _models.check_sizes(size)
-    for count in n:
-        if count < GROUP or count % GROUP:
-            raise UserError(f"--n {count}: sequences come in groups of {GROUP}.")
+    _gpu.check_groups(n, GROUP)
     name = f"decode-{_gpu.machine()}"
     result: dict[str, Any] = {"rows": []} | _gpu.earlier(name, out)
     parts = [Part("benchmarks.decode", {"size": one, "n": list(n)}) for one in size]
@@ -126,18 +123,13 @@ def _line(row: Row) -> str:
 
 def _table(result: dict[str, Any]) -> str:
     heads = ["size", "rows", "ms a step", "kernels", *KINDS.values(), "floor by bytes", "commit"]
-    lines = [
-        _gpu.about(
-            f"What the GPU computes in a decode step, by torch's profiler, mean of {STEPS} steps behind a prompt of "
-            f"{PROMPT} and {BEFORE} tokens of each response; bf16, temperature 1. Once a step: the vocabulary's "
-            "product, drawing, bookkeeping. The floor: the weights and all rows' keys and values at the rate of a copy."
-        ),
-        "",
-        f"| {' | '.join(heads)} |",
-        f"|{'---|' * len(heads)}",
-        *(_line(row) for row in sorted(result["rows"], key=lambda row: (list(SIZES).index(row["size"]), row["n"]))),
-    ]
-    return "\n".join(lines)
+    figures = (
+        f"What the GPU computes in a decode step, by torch's profiler, mean of {STEPS} steps behind a prompt of "
+        f"{PROMPT} and {BEFORE} tokens of each response; bf16, temperature 1. Once a step: the vocabulary's "
+        "product, drawing, bookkeeping. The floor: the weights and all rows' keys and values at the rate of a copy."
+    )
+    rows = sorted(result["rows"], key=lambda row: (list(SIZES).index(row["size"]), row["n"]))
+    return _gpu.table(figures, heads, map(_line, rows))
 
 
 if __name__ == "__main__":

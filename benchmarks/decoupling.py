@@ -15,6 +15,9 @@ MODES = {
     "native": "the native engine on the Actor's weights, one process",
     "vllm": "vLLM with weights of its own on the same GPU, asleep while the Actor trains",
 }
+HEADS = (
+    "size", "generation by", "s a step", "the first, s", "by stage, s", "peak GiB", "commit",
+)  # fmt: skip
 
 
 def run(
@@ -49,15 +52,9 @@ def _line(row: Row) -> str:
 
 def _table(result: dict[str, Any]) -> str:
     rows = sorted(result["rows"], key=lambda row: (row["size"], list(MODES).index(row["mode"])))
-    lines = [
-        _gpu.about(
-            f"{step.PROMPTS} prompts x {step.GROUP} samples, {_gpu.PROMPT} + {step.TOKENS} tokens, random weights of "
-            f"Qwen2's sizes, bf16, with a Reference; median of the steps after the first {step.WARMUP}. Peak memory is "
-            "all that is held on the GPU, by any process."
-        ),
-        "",
-        "| size | generation by | s a step | the first, s | by stage, s | peak GiB | commit |",
-        "|---|---|---|---|---|---|---|",
-        *map(_line, rows),
-    ]
-    return "\n".join(lines)
+    figures = (
+        f"{step.PROMPTS} prompts x {step.GROUP} samples, {_gpu.PROMPT} + {step.TOKENS} tokens, random weights of "
+        f"Qwen2's sizes, bf16, with a Reference; median of the steps after the first {step.WARMUP}. Peak memory is "
+        "all that is held on the GPU, by any process."
+    )
+    return _gpu.table(figures, HEADS, map(_line, rows))

@@ -163,19 +163,14 @@ def _line(row: Row) -> str:
 def _table(result: dict[str, Any]) -> str:
     heads = ["size", "trains", "GPU of", "micro-batches predicted", "in the run", *PARTS.values()]
     heads += ["peak of the GPU", "generate, s", "update, s", "commit"]
-    lines = [
-        _gpu.about(
-            f"GiB by part: {PROMPTS} prompts x {GROUP} samples, {PROMPT} + {TOKENS} tokens, random weights of Qwen2's "
-            "sizes in bf16, the native engine on the Actor's weights in one process. The peak of the GPU is all that "
-            "is held on it, torch's unused blocks and CUDA's own included. Tokens of micro-batches as `rolecall "
-            "doctor` predicts them, and as they came out."
-        ),
-        "",
-        f"| {' | '.join(heads)} |",
-        f"|{'---|' * len(heads)}",
-        *(_line(row) for row in sorted(result["rows"], key=lambda row: tuple(row[key] for key in KEYS))),
-    ]
-    return "\n".join(lines)
+    figures = (
+        f"GiB by part: {PROMPTS} prompts x {GROUP} samples, {PROMPT} + {TOKENS} tokens, random weights of Qwen2's "
+        "sizes in bf16, the native engine on the Actor's weights in one process. The peak of the GPU is all that "
+        "is held on it, torch's unused blocks and CUDA's own included. Tokens of micro-batches as `rolecall "
+        "doctor` predicts them, and as they came out."
+    )
+    rows = sorted(result["rows"], key=lambda row: tuple(row[key] for key in KEYS))
+    return _gpu.table(figures, heads, map(_line, rows))
 
 
 if __name__ == "__main__":

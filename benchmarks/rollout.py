@@ -50,9 +50,7 @@ def run(
         _gpu.check_installed("vllm")
     for kind in lengths:
         check_known("lengths", kind, ("fixed", "geometric"))
-    for count in n:
-        if count < GROUP or count % GROUP:
-            raise UserError(f"--n {count}: sequences come in groups of {GROUP}.")
+    _gpu.check_groups(n, GROUP)
     if repeats < 1:
         raise UserError(f"--repeats {repeats}: nothing would be measured. Take 1 or more.")
     name = f"rollout-{_gpu.machine()}"
@@ -196,20 +194,14 @@ def _line(row: Row) -> str:
 
 
 def _table(result: dict[str, Any]) -> str:
-    lines = [
-        _gpu.about(
-            f"Prompts of {PROMPT} tokens, {GROUP} responses each, temperature 1, sampled log-probabilities, bf16, "
-            "random weights of Qwen2's sizes. Prefill is counted. `geometric`: lengths of a mean of a quarter of the "
-            "longest, cut there. A step's floor is its bytes (weights once, every sequence's keys and values) over "
-            "the rate of a copy, or its FLOPs over the rate of a large product, whichever is longer (both measured in "
-            "the same run). Invariant: with `model.batch_invariant`."
-        ),
-        "",
-        f"| {' | '.join(HEADS)} |",
-        f"|{'---|' * len(HEADS)}",
-        *(_line(row) for row in sorted(result["rows"], key=_order)),
-    ]
-    return "\n".join(lines)
+    figures = (
+        f"Prompts of {PROMPT} tokens, {GROUP} responses each, temperature 1, sampled log-probabilities, bf16, "
+        "random weights of Qwen2's sizes. Prefill is counted. `geometric`: lengths of a mean of a quarter of the "
+        "longest, cut there. A step's floor is its bytes (weights once, every sequence's keys and values) over "
+        "the rate of a copy, or its FLOPs over the rate of a large product, whichever is longer (both measured in "
+        "the same run). Invariant: with `model.batch_invariant`."
+    )
+    return _gpu.table(figures, HEADS, (_line(row) for row in sorted(result["rows"], key=_order)))
 
 
 def _order(row: Row) -> tuple[Any, ...]:

@@ -21,6 +21,10 @@ from rolecall.training import sharding
 
 UPDATES = 4  # the first also compiles
 KEYS = ("size", "dtype", "processes")
+HEADS = (
+    "size", "type", "GPUs", "s an update", "the first, s", "GiB kept", "GiB at the peak",
+    "difference to one GPU", "commit",
+)  # fmt: skip
 
 
 def run(
@@ -107,21 +111,14 @@ def _line(row: Row, rows: list[Row]) -> str:
 
 def _table(result: dict[str, Any]) -> str:
     rows = sorted(result["rows"], key=lambda row: (list(SIZES).index(row["size"]), row["dtype"], row["processes"]))
-    lines = [
-        _gpu.about(
-            f"`Actor.update` on {PROMPTS} prompts x {GROUP} samples, {PROMPT} + {RESPONSE} tokens, random weights of "
-            "Qwen2's sizes, FP32 masters and AdamW, micro-batches of 8,192 tokens; whole on one GPU, and sharded over "
-            f"several. Median of {UPDATES - 1} updates after a first one, and the memory of the first GPU in them. "
-            f"The difference is the largest in {UPDATES} updates: of a loss absolutely, of a gradient's norm relative "
-            "to the whole model's."
-        ),
-        "",
-        "| size | type | GPUs | s an update | the first, s | GiB kept | GiB at the peak | difference to one GPU "
-        "| commit |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *(_line(row, rows) for row in rows),
-    ]
-    return "\n".join(lines)
+    figures = (
+        f"`Actor.update` on {PROMPTS} prompts x {GROUP} samples, {PROMPT} + {RESPONSE} tokens, random weights of "
+        "Qwen2's sizes, FP32 masters and AdamW, micro-batches of 8,192 tokens; whole on one GPU, and sharded over "
+        f"several. Median of {UPDATES - 1} updates after a first one, and the memory of the first GPU in them. "
+        f"The difference is the largest in {UPDATES} updates: of a loss absolutely, of a gradient's norm relative "
+        "to the whole model's."
+    )
+    return _gpu.table(figures, HEADS, (_line(row, rows) for row in rows))
 
 
 if __name__ == "__main__":

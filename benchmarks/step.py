@@ -27,6 +27,10 @@ TRL: dict[str, dict[str, Any]] = {
     "trl-sleep": {"vllm": True, "vllm_enable_sleep_mode": True},
     "trl-generate": {"vllm": False},
 }
+HEADS = (
+    "size", "system", "s a step", "the first, s", "peak GiB", "mean length", "mean log-probability difference",
+    "stages, s", "commit",
+)  # fmt: skip
 
 
 def run(
@@ -166,25 +170,17 @@ def _table(result: dict[str, Any]) -> str:
     order = list(_models.SIZES)
     rows = sorted(result["rows"], key=lambda row: (order.index(row["size"]), row["system"]))
     ratios = ", ".join(f"{ratio:.1f} times at {size}" for size, ratio in result["ratio_vs_trl"].items())
-    lines = [
-        _gpu.about(
-            f"{PROMPTS} prompts x {GROUP} samples, {PROMPT} + {TOKENS} tokens, random weights of Qwen2's sizes, bf16 "
-            f"over FP32 masters, random rewards; median of the steps after the first {WARMUP}. Peak memory is all that "
-            "is held on the GPU, by any process. `trl`: vLLM colocated, which reserves 0.3 of the GPU by default; "
-            "`trl-sleep`: in its sleep mode; `trl-generate`: transformers' generate; all without gradient "
-            "checkpointing, which is TRL's default, slower, and takes less memory."
-        ),
-        "",
-        "| size | system | s a step | the first, s | peak GiB | mean length | mean log-probability difference "
-        "| stages, s | commit |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *map(_line, rows),
-    ]
-    return "\n".join(
-        [*lines, "", f"Faster than TRL (the fastest of its ways with vLLM that is here): {ratios}."]
-        if ratios
-        else lines
+    figures = (
+        f"{PROMPTS} prompts x {GROUP} samples, {PROMPT} + {TOKENS} tokens, random weights of Qwen2's sizes, bf16 "
+        f"over FP32 masters, random rewards; median of the steps after the first {WARMUP}. Peak memory is all that "
+        "is held on the GPU, by any process. `trl`: vLLM colocated, which reserves 0.3 of the GPU by default; "
+        "`trl-sleep`: in its sleep mode; `trl-generate`: transformers' generate; all without gradient "
+        "checkpointing, which is TRL's default, slower, and takes less memory."
     )
+    table = _gpu.table(figures, HEADS, map(_line, rows))
+    if ratios:
+        table += f"\n\nFaster than TRL (the fastest of its ways with vLLM that is here): {ratios}."
+    return table
 
 
 if __name__ == "__main__":

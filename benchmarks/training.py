@@ -26,6 +26,10 @@ COLUMNS = {
     "s": ".3f", "tok_s": ",.0f", "computed_tok_s": ",.0f", "mfu": ".1%", "mfu_samples": ".1%", "peak_gib": ".1f",
     "invariant_s": ".3f",
 }  # fmt: skip
+HEADS = (
+    "size", "tokens a micro-batch", "s", "tok/s", "computed tok/s", "MFU", "MFU, prompts repeated", "peak GiB",
+    "s, invariant", "commit",
+)  # fmt: skip
 
 
 def run(
@@ -148,22 +152,18 @@ def _head_line(row: Row) -> str:
 
 
 def _table(result: dict[str, Any]) -> str:
-    lines = [
-        _gpu.about(
-            f"`Actor.update` on {PROMPTS} prompts x {GROUP} samples, {PROMPT} + {RESPONSE} tokens, random weights of "
-            f"Qwen2's sizes, bf16 with FP32 masters and AdamW; median of {REPEATS} after a first one. A group's prompt "
-            "is computed once: tokens a second of the samples, and of what is computed. MFU is the FLOPs of what is "
-            "computed (nothing recomputed, logits of responses alone) over the rate of a large product in the same "
-            "run; the other MFU counts the prompt for every sample. Invariant: with `model.batch_invariant`."
-        ),
-        "",
-        "| size | tokens a micro-batch | s | tok/s | computed tok/s | MFU | MFU, prompts repeated | peak GiB | "
-        "s, invariant | commit |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *map(_line, sorted(result["rows"], key=lambda row: (list(SIZES).index(row["size"]), row["micro_tokens"]))),
-    ]
+    figures = (
+        f"`Actor.update` on {PROMPTS} prompts x {GROUP} samples, {PROMPT} + {RESPONSE} tokens, random weights of "
+        f"Qwen2's sizes, bf16 with FP32 masters and AdamW; median of {REPEATS} after a first one. A group's prompt "
+        "is computed once: tokens a second of the samples, and of what is computed. MFU is the FLOPs of what is "
+        "computed (nothing recomputed, logits of responses alone) over the rate of a large product in the same "
+        "run; the other MFU counts the prompt for every sample. Invariant: with `model.batch_invariant`."
+    )
+    rows = sorted(result["rows"], key=lambda row: (list(SIZES).index(row["size"]), row["micro_tokens"]))
+    table = _gpu.table(figures, HEADS, map(_line, rows))
     if head := result["head"]:
-        lines += [
+        lines = [
+            "",
             "",
             "One layer of the 0.5B model under its vocabulary of 151,936, all tokens in one micro-batch:",
             "",
@@ -171,7 +171,8 @@ def _table(result: dict[str, Any]) -> str:
             "|---|---|---|",
             *map(_head_line, sorted(head, key=lambda row: row["micro_tokens"])),
         ]
-    return "\n".join(lines)
+        table += "\n".join(lines)
+    return table
 
 
 if __name__ == "__main__":
