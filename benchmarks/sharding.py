@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks import _gpu, _models, write
@@ -92,7 +91,7 @@ def _updates(rank: int, ranks: int, port: int, path: str, size: str, dtype: str,
         row = {"s": statistics.median(seconds[1:]), "first_s": seconds[0], "kept_gib": kept}
         found.put(row | {"peak_gib": actor.peak_memory(), "losses": losses, "norms": norms})
     if ranks > 1:
-        dist.destroy_process_group()
+        sharding.leave()
 
 
 def difference(row: Row, whole: Row) -> float:

@@ -5,7 +5,6 @@ The processes are real and talk over gloo. Two of them are asked all that the te
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -66,8 +65,7 @@ def run_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> None:
 def _rank(rank: int, port: int, ranks: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     sharding.meet(rank, "127.0.0.1", port, ranks, seconds=60)
     function(*args)
-    dist.destroy_process_group()
-    os._exit(0)  # gloo's threads may hold tensors still: to give one back while Python ends aborts the process
+    sharding.leave()
 
 
 # Compiled layers. --------------------------------------------------------------------------------------------------

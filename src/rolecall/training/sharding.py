@@ -4,11 +4,12 @@ All ranks get the same samples and take the same steps, each on its share of the
 on a rank only while that layer computes. What ranks must know of the others' shares is small and travels as objects.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,15 @@ def meet(rank: int, address: str, port: int, ranks: int, seconds: float) -> None
         dist.all_reduce(torch.zeros(1, device=models.device()))  # NCCL connects only now
     except RuntimeError as error:
         raise RunError(f"Rank {rank} of {ranks} did not meet the others at {address}:{port}: {error}") from None
+
+
+def leave() -> NoReturn:
+    """End this process, which has met others, and successfully.
+
+    Not through Python's own end: gloo's threads may hold tensors still, and to give one back then aborts the process.
+    """
+    dist.destroy_process_group()
+    os._exit(0)
 
 
 class _Root(nn.Module):
