@@ -93,24 +93,27 @@ def checks(config: Config) -> Iterator[Check]:
     free = {f"on {gib} GiB": free_on(gib) for gib in GPUS}
     if torch.cuda.is_available():
         free = {"on this GPU": torch.cuda.mem_get_info()[0]}
-    ways = _lighter(config)
-    for process in processes(config):
+    found = processes(config)
+    ways = {} if all(process.fits(left) for process in found for left in free.values()) else _lighter(config)
+    for process in found:
         needs = [f"holds {_parts(process.stays)}"]
         for role, update in process.updates.items():
             passing = f"{_parts(update.fixed)} and {update.per_token / 2**20:.2f} MiB a token"
             needs.append(f"the {role} computes in at most {passing}")
         yield Check("Run", process.name, "ok", "; ".join(needs))
         for where, left in free.items():
-            if process.fits(left):
-                yield Check("Run", where, "ok", _fit(process, left))
-                continue
-            better = (
-                f"{words} gives {_fit(way[process.name], left)}"
-                for words, way in ways.items()
-                if way[process.name].fits(left)
-            )
-            status: Status = "missing" if torch.cuda.is_available() else "optional"
-            yield Check("Run", where, status, "too small", next(better, LARGER))
+            yield _verdict(process, where, left, ways)
+
+
+def _verdict(process: Process, where: str, free: int, ways: dict[str, dict[str, Process]]) -> Check:
+    """Does it fit, and if not, which of the ``ways`` (see ``_lighter``) is the first that makes it?"""
+    if process.fits(free):
+        return Check("Run", where, "ok", _fit(process, free))
+    status: Status = "missing" if torch.cuda.is_available() else "optional"
+    for words, lighter in ways.items():
+        if lighter[process.name].fits(free):
+            return Check("Run", where, status, "too small", f"{words} gives {_fit(lighter[process.name], free)}")
+    return Check("Run", where, status, "too small", LARGER)
 
 
 def _attention(config: configuration.Model) -> Check:
