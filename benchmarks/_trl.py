@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
 
 from benchmarks import _models
 
@@ -63,6 +65,7 @@ def trainer(
     folder: str,
     *,
     vllm: bool,
+    vllm_dtype: str = "auto",
     prompts: int,
     group_size: int,
     micro: int,
@@ -75,6 +78,7 @@ def trainer(
     Args:
         rows: with the user's message as ``prompt``; the reward gets the other fields.
         vllm: in the same process (``vllm_mode="colocate"``); else transformers' generate.
+        vllm_dtype: of its weights; "auto", as TRL has it, takes no float32 even of a checkpoint in float32.
         micro: samples in one forward and backward pass.
         max_prompt: tokens of the longest prompt.
         settings: more of ``GRPOConfig``.
@@ -104,6 +108,8 @@ def trainer(
         disable_tqdm=True,
         **defaults | settings,
     )
+    if vllm:  # TRL has no setting for it
+        vllm_generation.LLM = partial(vllm_generation.LLM, dtype=vllm_dtype)
     made = GRPOTrainer(path, reward, args=config, train_dataset=Dataset.from_list(data), callbacks=[clock])
     if vllm:
         clock.watch_syncs(made.vllm_generation)

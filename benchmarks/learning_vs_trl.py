@@ -1,6 +1,5 @@
 """Learning against TRL's: same model, task, prompts, batch, learning rate, reward and held-out answers' seeds."""
 
-import json
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -130,14 +129,14 @@ def _train_with_trl(config: Config, folder: str, system: str) -> tuple[dict[int,
             accuracies[step] = _accuracy(config, Loaded(model, tokenizer, None), heldout)
 
     clock = _trl.StepClock(evaluate)
-    path = Path(models.resolve(config.model.path))
     trainer = _trl.trainer(
-        str(path if system == "trl-default" else _said_to_be_float32(path, Path(folder) / "model")),
+        str(models.resolve(config.model.path)),
         score,
         [{"prompt": prompt.text, "number": i} for i, prompt in enumerate(prompts)],
         clock,
         folder,
         vllm=system in WITH_VLLM,
+        vllm_dtype="float32" if system == "trl" else "auto",
         prompts=config.rollout.prompts,
         group_size=config.rollout.group_size,
         micro=config.rollout.prompts * config.rollout.group_size,
@@ -150,17 +149,6 @@ def _train_with_trl(config: Config, folder: str, system: str) -> tuple[dict[int,
     )
     trainer.train()
     return accuracies, clock.seconds
-
-
-def _said_to_be_float32(path: Path, folder: Path) -> Path:
-    """The same model in ``folder`` with another type in its configuration, which is the one that TRL's vLLM takes."""
-    folder.mkdir()
-    settings = json.loads((path / "config.json").read_text()) | {"dtype": "float32"}
-    (folder / "config.json").write_text(json.dumps(settings))
-    for file in path.iterdir():
-        if file.name != "config.json":
-            (folder / file.name).symlink_to(file)
-    return folder
 
 
 def _accuracy(config: Config, loaded: Loaded, heldout: list[Prompt]) -> float:
