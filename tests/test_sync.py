@@ -99,15 +99,16 @@ def test_a_digest_worked_out_by_hand():
     def signed(word: int) -> int:
         return (word + 2**63) % 2**64 - 2**63
 
-    def scramble(word: int) -> int:
-        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):  # MurmurHash3's
-            word = signed((word ^ (word >> 33)) * factor)
-        return word ^ (word >> 33)
+    def factor(place: int) -> int:
+        word = place + 1
+        for step in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):  # MurmurHash3's
+            word = signed((word ^ (word >> 33)) * step)
+        return ((word ^ (word >> 33)) | 1) * (2 if place < 8192 else 1)
 
     words = torch.ones(2, 8192, dtype=torch.int64)
     words[1, 5] = 8
     sums = [2] * 5 + [9] + [2] * 8186 + [8192, 8199]
-    by_hand = signed(sum(scramble(signed(total + scramble(place))) for place, total in enumerate(sums, start=1)))
+    by_hand = signed(sum((total ^ (total >> 32)) * factor(place) for place, total in enumerate(sums)))
     assert digest(words.view(-1).view(torch.uint8)) == by_hand
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from rolecall.training.sharding import whole
 BUCKET_BYTES = 512 * 2**20
 ALIGNMENT = 256  # bytes: every tensor starts where any dtype, and a GPU's widest load, may start
 ROW = 2**16  # bytes: a bucket is a whole number of these, see ``digest``
+COLUMNS = ROW // 8  # 64-bit words
 Weights = Iterable[tuple[str, Tensor]]
 
 
@@ -85,23 +87,30 @@ def fill(data: Tensor, bucket: Bucket, weights: Weights) -> None:
 def digest(data: Tensor) -> Tensor:
     """64 bits that depend on every bit of a bucket (uint8, a multiple of ``ROW``): an int64 of no dimension.
 
-    The same on every device. On a GPU it is computed while the caller goes on.
+    The same on every device. On a GPU it is computed while the caller goes on, in few kernels: to start them takes the
+    host longer than the GPU computes.
 
     The bytes, read as a table of 64-bit words, are summed by row and by column (modulo 2^64, so in any order): one
-    changed word changes both kinds, two swapped words at least one. The sums are scrambled, each with its place, and
-    added up. It guards against errors, not against intent.
+    changed word changes both kinds, two swapped words at least one. Each sum, its upper half laid over its lower, is
+    multiplied by a factor of its place, and the products are added up. It guards against errors, not against intent.
     """
-    table = data.view(torch.int64).view(-1, ROW // 8)
+    table = data.view(torch.int64).view(-1, COLUMNS)
     sums = torch.cat([table.sum(0), table.sum(1)])
-    places = torch.arange(len(sums), device=data.device)
-    return _scramble(sums + _scramble(places + 1)).sum()
+    return ((sums ^ (sums >> 32)) * _factors(len(sums), data.device)).sum()
 
 
-def _scramble(words: Tensor) -> Tensor:
-    """Each 64-bit word to another one, one to one (the steps of MurmurHash3's finalizer; >> keeps the sign here)."""
+@lru_cache
+def _factors(count: int, device: torch.device) -> Tensor:
+    """A number for each place, by the steps of MurmurHash3's finalizer (>> keeps the sign here).
+
+    Columns' are even and rows' odd, so that no bit is lost, and what a word adds to both never cancels itself out.
+    """
+    words = torch.arange(1, count + 1, device=device)
     for factor in (-0xAE502812AA7333, -0x3B314601E57A13AD):
         words = (words ^ (words >> 33)) * factor
-    return words ^ (words >> 33)
+    words = (words ^ (words >> 33)) | 1
+    words[:COLUMNS] *= 2
+    return words
 
 
 def _up(number: int, multiple: int) -> int:
