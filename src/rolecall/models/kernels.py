@@ -137,31 +137,36 @@ def attention(query: Tensor, kv_heads: int, where: Where, page: int, scale: floa
 
 @triton.jit
 def attend_pages(
-    queries, keys, values, pages, head, start, stop, scale,
+    queries, keys, values, pages, head, first, start, stop, scale,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PRECISION: tl.constexpr, GROUP_PAD: tl.constexpr, WIDTH_PAD: tl.constexpr,
 ):  # fmt: skip
     """Attention of queries (GROUP_PAD, WIDTH_PAD) to a head's positions ``start`` to ``stop`` - 1, a block at a time.
 
-    ``pages``: pointer to the sequence's page numbers. Returns, a query: the largest score; the sum of the weights
+    ``pages``: pointer to the sequence's page numbers. ``first``: position before which nothing is seen; ``start`` is
+    the beginning of its block, or of a later one. Returns, a query: the largest score; the sum of the weights
     exp(score - largest); the values' sum under these weights, (GROUP_PAD, WIDTH_PAD).
     """
-    columns = tl.arange(0, WIDTH_PAD)
+    inside, columns = tl.arange(0, BLOCK_SIZE), tl.arange(0, WIDTH_PAD)
     largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     mean = tl.zeros([GROUP_PAD, WIDTH_PAD], tl.float32)
     for begin in range(start, stop, BLOCK_SIZE):
-        where = begin + tl.arange(0, BLOCK_SIZE)
-        seen = where < stop
-        page = tl.load(pages + where // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
-        places = ((page * HEADS + head) * PAGE_SIZE + where % PAGE_SIZE) * WIDTH
-        inside = seen[:, None] & (columns < WIDTH)[None, :]
-        block = tl.load(keys + places[:, None] + columns[None, :], mask=inside, other=0.0)
+        where = begin + inside
+        seen = (where >= first) & (where < stop)
+        if PAGE_SIZE % BLOCK_SIZE == 0:  # all of it lies in one page
+            page = tl.load(pages + begin // PAGE_SIZE).to(tl.int64)
+            places = (page * HEADS + head) * PAGE_SIZE * WIDTH + (begin % PAGE_SIZE + inside) * WIDTH
+        else:
+            page = tl.load(pages + where // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
+            places = ((page * HEADS + head) * PAGE_SIZE + where % PAGE_SIZE) * WIDTH
+        real = seen[:, None] & (columns < WIDTH)[None, :]
+        block = tl.load(keys + places[:, None] + columns[None, :], mask=real, other=0.0)
         scores = tl.dot(queries, tl.trans(block), input_precision=PRECISION) * scale
         scores = tl.where(seen[None, :], scores, -float("inf"))
         higher = tl.maximum(largest, tl.max(scores, 1))
         weights, fade = tl.exp(scores - higher[:, None]), tl.exp(largest - higher)
-        block = tl.load(values + places[:, None] + columns[None, :], mask=inside, other=0.0)
+        block = tl.load(values + places[:, None] + columns[None, :], mask=real, other=0.0)
         mean = mean * fade[:, None] + tl.dot(weights.to(block.dtype), block, input_precision=PRECISION)
         total = total * fade + tl.sum(weights, 1)
         largest = higher
@@ -187,8 +192,9 @@ def _attend(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(0, position - WINDOW + 1)
+    start = first // BLOCK_SIZE * BLOCK_SIZE
     _, total, mean = attend_pages(
-        queries, keys, values, pages, head, first, position + 1, scale,
+        queries, keys, values, pages, head, first, start, position + 1, scale,
         HEADS, WIDTH, PAGE_SIZE, BLOCK_SIZE, PRECISION, GROUP_PAD, WIDTH_PAD,
     )  # fmt: skip
     heads = token * HEADS * GROUP + head * GROUP + members

@@ -122,14 +122,15 @@ def _attend(
     heads = row * HEADS * GROUP + head * GROUP + members
     mine = query + row * query_stride + (head * GROUP + members[:, None]) * WIDTH
     queries = _turned(mine, query_norm, cos, sin, row, members[:, None] < GROUP, epsilon, WIDTH, WIDTH_PAD)
-    first = 0
+    first, begin = 0, 0
     if WINDOW > 0:
         first = tl.maximum(0, position - WINDOW + 1)
-    size = tl.cdiv(tl.cdiv(position - first, SPLITS), BLOCK_SIZE) * BLOCK_SIZE
-    start = first + split * size
+        begin = tl.where(first < position, first // BLOCK_SIZE * BLOCK_SIZE, position)  # a window of 1 sees no other
+    size = tl.cdiv(tl.cdiv(position - begin, SPLITS), BLOCK_SIZE) * BLOCK_SIZE
+    start = begin + split * size
     stop = tl.minimum(start + size, position)
     largest, total, mean = attend_pages(
-        queries, keys, values, table + row * table_stride, head, start, stop, scale,
+        queries, keys, values, table + row * table_stride, head, first, start, stop, scale,
         HEADS, WIDTH, PAGE_SIZE, BLOCK_SIZE, PRECISION, GROUP_PAD, WIDTH_PAD,
     )  # fmt: skip
     if split == 0:  # the new token itself, which no other program reads
