@@ -140,7 +140,8 @@ def test_a_row_that_gives_up_its_pages_goes_on_where_it_was(tiny: Loaded, monkey
         leave(self, waiting)
 
     monkeypatch.setattr(PagedEngine, "_leave", watched)
-    asked = [Request(i, str(i), [3 + i] * 20, 1, 0, Sampling(100, min_tokens=100)) for i in range(3)]
+    size = 3 * PAGE + 4
+    asked = [Request(i, str(i), [3 + i] * 20, 1, 0, Sampling(size, min_tokens=size)) for i in range(3)]
     same(PagedEngine(tiny, 8, 6).generate(asked), NativeEngine(tiny, 8).generate(asked))
     assert left
 
@@ -163,8 +164,8 @@ def test_a_prompt_is_computed_once_and_its_whole_pages_are_shared(tiny: Loaded, 
 
 
 def test_one_response_that_has_no_room_is_refused(tiny: Loaded):
-    with pytest.raises(UserError, match=r"room for 3 pages of 32 tokens; one response with its prompt may need 4"):
-        PagedEngine(tiny, 8, 3).generate([Request(0, "p", [5] * 50, 1, 0, Sampling(70))])
+    with pytest.raises(UserError, match=r"room for 3 pages of 64 tokens; one response with its prompt may need 4"):
+        PagedEngine(tiny, 8, 3).generate([Request(0, "p", [5] * 100, 1, 0, Sampling(140))])
 
 
 def test_many_long_prompts_enter_in_turns(tiny: Loaded):
@@ -182,7 +183,7 @@ def test_a_long_prompt_enters_in_parts(tiny: Loaded, kind: str, monkeypatch: pyt
         loaded = Loaded(model.eval(), tiny.tokenizer, why_unsupported(model))
     asked = [
         Request(i, str(i), [3 + (i + place) % 9 for place in range(size)], 2, 0, Sampling(40, min_tokens=40))
-        for i, size in enumerate([5, 2 * PAGE, 2 * PAGE + 1, 4 * PAGE, 150, 170])
+        for i, size in enumerate([5, PAGE, PAGE + 1, 2 * PAGE, 150, 170])
     ]
     seen: list[tuple[int, ...]] = []
     forward = paged.hidden_states
@@ -191,10 +192,10 @@ def test_a_long_prompt_enters_in_parts(tiny: Loaded, kind: str, monkeypatch: pyt
         seen.append(tuple(tokens.shape))
         return forward(model, tokens, *rest)
 
-    monkeypatch.setattr(paged, "PREFILL_TOKENS", 2 * PAGE)
+    monkeypatch.setattr(paged, "PREFILL_TOKENS", PAGE)
     monkeypatch.setattr(paged, "hidden_states", watched)
     same(PagedEngine(loaded, 64).generate(asked), NativeEngine(loaded, 64).generate(asked))
-    assert max(rows * size for rows, size in seen) == 2 * PAGE
+    assert max(rows * size for rows, size in seen) == PAGE
     assert len(seen) == 3 + 3 + 2 + 2 + 1 + 1  # the longest first
 
 
@@ -506,7 +507,7 @@ def test_decoder_makes_room_only_where_it_lacks_it(tiny: Loaded):
 
 
 def test_memory_in_pieces_gives_fewer_pages(tiny: Loaded, monkeypatch: pytest.MonkeyPatch):
-    asked = [Request(0, "p", [5] * 40, 4, 0, Sampling(60, min_tokens=60))]
+    asked = [Request(0, "p", [5] * 80, 4, 0, Sampling(120, min_tokens=120))]
     tried: list[int] = []
     allocate = Pages.allocate
 
@@ -518,4 +519,4 @@ def test_memory_in_pieces_gives_fewer_pages(tiny: Loaded, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Pages, "allocate", scarce)
     same(PagedEngine(tiny, 8).generate(asked), NativeEngine(tiny, 8).generate(asked))
-    assert tried == [16, 8, 4]  # a response and its prompt have 100 tokens, so four pages each
+    assert tried == [16, 8, 4]  # a response and its prompt have 200 tokens, so four pages each

@@ -19,6 +19,8 @@ BAND = 8  # tiles of rows that are computed with one tile of the weights, which 
 BLOCK, WARPS, STAGES = 64, 2, 2  # of attention: positions that a program reads at once
 CHUNK = 4096  # logits that a program reads at once
 
+LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = 2 ** (x LOG2_E), one product for a whole tile less
+
 Where = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -138,14 +140,14 @@ def attention(query: Tensor, kv_heads: int, where: Where, page: int, scale: floa
 @triton.jit
 def attend_pages(
     queries, keys, values, pages, head, first, start, stop, scale,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PRECISION: tl.constexpr, GROUP_PAD: tl.constexpr, WIDTH_PAD: tl.constexpr,
 ):  # fmt: skip
     """Attention of queries (GROUP_PAD, WIDTH_PAD) to a head's positions ``start`` to ``stop`` - 1, a block at a time.
 
     ``pages``: pointer to the sequence's page numbers. ``first``: position before which nothing is seen; ``start`` is
     the beginning of its block, or of a later one. Returns, a query: the largest score; the sum of the weights
-    exp(score - largest); the values' sum under these weights, (GROUP_PAD, WIDTH_PAD).
+    2 ** (score - largest); the values' sum under these weights, (GROUP_PAD, WIDTH_PAD).
     """
     inside, columns = tl.arange(0, BLOCK_SIZE), tl.arange(0, WIDTH_PAD)
     largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
@@ -153,21 +155,29 @@ def attend_pages(
     mean = tl.zeros([GROUP_PAD, WIDTH_PAD], tl.float32)
     for begin in range(start, stop, BLOCK_SIZE):
         where = begin + inside
-        seen = (where >= first) & (where < stop)
+        seen = where < stop
+        if WINDOW > 0:
+            seen &= where >= first
         if PAGE_SIZE % BLOCK_SIZE == 0:  # all of it lies in one page
             page = tl.load(pages + begin // PAGE_SIZE).to(tl.int64)
-            places = (page * HEADS + head) * PAGE_SIZE * WIDTH + (begin % PAGE_SIZE + inside) * WIDTH
+            page = ((page * HEADS + head) * PAGE_SIZE + begin % PAGE_SIZE) * WIDTH
+            places = inside[:, None] * WIDTH + columns[None, :]
         else:
-            page = tl.load(pages + where // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
-            places = ((page * HEADS + head) * PAGE_SIZE + where % PAGE_SIZE) * WIDTH
-        real = seen[:, None] & (columns < WIDTH)[None, :]
-        block = tl.load(keys + places[:, None] + columns[None, :], mask=real, other=0.0)
-        scores = tl.dot(queries, tl.trans(block), input_precision=PRECISION) * scale
+            page = tl.load(pages + where // PAGE_SIZE, mask=seen, other=0).to(tl.int64)[:, None]
+            page = ((page * HEADS + head) * PAGE_SIZE + (where % PAGE_SIZE)[:, None]) * WIDTH
+            places = columns[None, :]
+        real = seen[:, None]
+        if WIDTH < WIDTH_PAD:
+            real &= (columns < WIDTH)[None, :]
+            block = tl.load(keys + page + places, mask=real, other=0.0)
+        else:
+            block = tl.load(keys + page + places)  # in some page, also behind ``stop``
+        scores = tl.dot(queries, tl.trans(block), input_precision=PRECISION)
         scores = tl.where(seen[None, :], scores, -float("inf"))
-        higher = tl.maximum(largest, tl.max(scores, 1))
-        weights, fade = tl.exp(scores - higher[:, None]), tl.exp(largest - higher)
-        block = tl.load(values + places[:, None] + columns[None, :], mask=real, other=0.0)
-        mean = mean * fade[:, None] + tl.dot(weights.to(block.dtype), block, input_precision=PRECISION)
+        higher = tl.maximum(largest, tl.max(scores, 1) * scale)
+        weights, fade = tl.exp2(scores * scale - higher[:, None]), tl.exp2(largest - higher)
+        block = tl.load(values + page + places, mask=real, other=0.0)
+        mean = tl.dot(weights.to(block.dtype), block, mean * fade[:, None], input_precision=PRECISION)
         total = total * fade + tl.sum(weights, 1)
         largest = higher
     return largest, total, mean
@@ -194,8 +204,8 @@ def _attend(
         first = tl.maximum(0, position - WINDOW + 1)
     start = first // BLOCK_SIZE * BLOCK_SIZE
     _, total, mean = attend_pages(
-        queries, keys, values, pages, head, first, start, position + 1, scale,
-        HEADS, WIDTH, PAGE_SIZE, BLOCK_SIZE, PRECISION, GROUP_PAD, WIDTH_PAD,
+        queries, keys, values, pages, head, first, start, position + 1, scale * LOG2_E,
+        HEADS, WIDTH, WINDOW, PAGE_SIZE, BLOCK_SIZE, PRECISION, GROUP_PAD, WIDTH_PAD,
     )  # fmt: skip
     heads = token * HEADS * GROUP + head * GROUP + members
     tl.store(out + heads[:, None] * WIDTH + columns[None, :], (mean / total[:, None]).to(queries.dtype), mask=real)

@@ -11,8 +11,9 @@ from torch import Tensor
 from rolecall.engines.native.pages import PAGE
 from rolecall.engines.native.sampling import Batch
 from rolecall.models.invariant import ALIGNED
-from rolecall.models.kernels import BLOCK, CHUNK, STAGES, WARPS, attend_pages, contiguous_heads, padded_size, precision
+from rolecall.models.kernels import CHUNK, LOG2_E, attend_pages, contiguous_heads, padded_size, precision
 
+BLOCK, WARPS, STAGES = 32, 1, 3  # of attention: positions that a program reads at once; in a page, so by one number
 # Fewer (row, head) pairs do not fill the GPU: they are split along the sequence. Few ways, as each is compiled.
 SPLITS = ((512, 1), (128, 4), (0, 16))  # (least pairs, splits)
 
@@ -58,7 +59,7 @@ def paged_attention(
     # Where q, k and v are parts of one product, each row of theirs is followed by the others'.
     query, key, value = contiguous_heads(query), contiguous_heads(key), contiguous_heads(value)
     out = query.new_empty(query.shape)
-    # What each split gives to be merged: sums weighted by exp(score - largest), the largest, the weights' sum.
+    # What each split gives to be merged: sums weighted by 2 ** (score - largest), the largest, the weights' sum.
     sums = query.new_empty((n, heads, splits, width) if splits > 1 else (1,), dtype=torch.float32)
     stats = query.new_empty((n, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32)
     padded = {"GROUP_PAD": padded_size(group), "WIDTH_PAD": padded_size(width)}
@@ -130,8 +131,8 @@ def _attend(
     start = begin + split * size
     stop = tl.minimum(start + size, position)
     largest, total, mean = attend_pages(
-        queries, keys, values, table + row * table_stride, head, first, start, stop, scale,
-        HEADS, WIDTH, PAGE_SIZE, BLOCK_SIZE, PRECISION, GROUP_PAD, WIDTH_PAD,
+        queries, keys, values, table + row * table_stride, head, first, start, stop, scale * LOG2_E,
+        HEADS, WIDTH, WINDOW, PAGE_SIZE, BLOCK_SIZE, PRECISION, GROUP_PAD, WIDTH_PAD,
     )  # fmt: skip
     if split == 0:  # the new token itself, which no other program reads
         spot = columns[None, :]
@@ -143,9 +144,9 @@ def _attend(
         place = ((page * HEADS + head) * PAGE_SIZE + position % PAGE_SIZE) * WIDTH + spot
         tl.store(keys + place, new_key, mask=inside)
         tl.store(values + place, new_value, mask=inside)
-        score = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32), 1) * scale
+        score = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32), 1) * (scale * LOG2_E)
         higher = tl.maximum(largest, score)
-        weight, fade = tl.exp(score - higher), tl.exp(largest - higher)
+        weight, fade = tl.exp2(score - higher), tl.exp2(largest - higher)
         mean = mean * fade[:, None] + weight[:, None] * new_value.to(tl.float32)
         total = total * fade + weight
         largest = higher
@@ -171,7 +172,7 @@ def _attend(
                 part = sums + parts[:, None] * WIDTH + columns[None, :]
                 part = tl.load(part, mask=real, other=0.0, cache_modifier=".cg")
                 higher = tl.maximum(largest, high)
-                weight, fade = tl.exp(high - higher), tl.exp(largest - higher)
+                weight, fade = tl.exp2(high - higher), tl.exp2(largest - higher)
                 mean = mean * fade[:, None] + part * weight[:, None]
                 total = total * fade + mass * weight
                 largest = higher
@@ -214,7 +215,7 @@ def draw(logits: Tensor, batch: Batch, ends: Tensor) -> tuple[Tensor, Tensor]:
     likeliest = batch.seeds.new_empty(n, chunks)
     tokens, logprobs = batch.seeds.new_empty(n), logits.new_empty(n)
     given = (logits, batch.temperature, ends, batch.counts, batch.min_tokens, sums, likeliest)
-    flags = {"EARLY": batch.any_min, "GREEDY": batch.any_greedy, "CHUNK_SIZE": CHUNK}
+    flags = {"HOT": batch.any_tempered, "EARLY": batch.any_min, "GREEDY": batch.any_greedy, "CHUNK_SIZE": CHUNK}
     _sum_chunks[(n, chunks)](*given, size, **flags, num_warps=8)
     rest = (batch.greedy, batch.seeds, tokens, logprobs, size, chunks)
     _pick[(n,)](*given, *rest, CHUNKS=triton.next_power_of_2(chunks), **flags, num_warps=8)
@@ -222,9 +223,16 @@ def draw(logits: Tensor, batch: Batch, ends: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _scores(logits, temperature, ends, counts, min_tokens, row, at, size, EARLY: tl.constexpr):
-    """Scores at some tokens of a row: -inf where an end-of-sequence token may not come yet."""
-    scores = tl.load(logits + row * size + at, mask=at < size, other=-float("inf")) / tl.load(temperature + row)
+def _scores(
+    logits, temperature, ends, counts, min_tokens, row, at, size, HOT: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """Scores at some tokens of a row: -inf where an end-of-sequence token may not come yet.
+
+    ``HOT``: there are temperatures other than 1.
+    """
+    scores = tl.load(logits + row * size + at, mask=at < size, other=-float("inf"))
+    if HOT:
+        scores /= tl.load(temperature + row)
     if EARLY:
         early = tl.load(counts + row) < tl.load(min_tokens + row)
         ending = tl.load(ends + at, mask=at < size, other=0) != 0
@@ -242,6 +250,7 @@ def _sum_chunks(
     sums,
     likeliest,
     size,
+    HOT: tl.constexpr,
     EARLY: tl.constexpr,
     GREEDY: tl.constexpr,
     CHUNK_SIZE: tl.constexpr,
@@ -249,7 +258,7 @@ def _sum_chunks(
     """One program: the largest score of a row's chunk, and the sum of exp(score - largest)."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)
-    scores = _scores(logits, temperature, ends, counts, min_tokens, row, at, size, EARLY)
+    scores = _scores(logits, temperature, ends, counts, min_tokens, row, at, size, HOT, EARLY)
     largest = tl.max(scores, 0)
     # A chunk with nothing allowed in it sums to 0, not to NaN.
     shift = tl.where(largest == -float("inf"), 0.0, largest)
@@ -275,6 +284,7 @@ def _pick(
     logprobs,
     size,
     chunks,
+    HOT: tl.constexpr,
     EARLY: tl.constexpr,
     GREEDY: tl.constexpr,
     CHUNK_SIZE: tl.constexpr,
@@ -297,7 +307,7 @@ def _pick(
     target -= tl.sum(tl.where(each < chunk, masses, 0.0), 0)
     inside = tl.arange(0, CHUNK_SIZE)
     at = chunk * CHUNK_SIZE + inside
-    scores = _scores(logits, temperature, ends, counts, min_tokens, row, at, size, EARLY)
+    scores = _scores(logits, temperature, ends, counts, min_tokens, row, at, size, HOT, EARLY)
     weights = tl.exp(scores - largest).to(tl.float64)
     passed = (tl.cumsum(weights, 0) > target) & (weights > 0)
     place = tl.min(tl.where(passed, inside, CHUNK_SIZE), 0)

@@ -10,7 +10,7 @@ from rolecall.engines.cache import head_size, token_bytes
 from rolecall.models.attention import sdpa
 from rolecall.models.invariant import ALIGNED
 
-PAGE = 32  # positions
+PAGE = 64  # positions
 ARRIVALS = 1024  # counters of ``Pages.arrivals``
 TRASH = 0  # the page that rows write to which have no more use for what they compute
 
