@@ -13,8 +13,6 @@ from rolecall.training.sharding import whole
 
 BUCKET_BYTES = 512 * 2**20
 ALIGNMENT = 256  # bytes: every tensor starts where any dtype, and a GPU's widest load, may start
-ROW = 2**16  # bytes: a bucket is a whole number of these, see ``digest``
-COLUMNS = ROW // 8  # 64-bit words
 Weights = Iterable[tuple[str, Tensor]]
 
 
@@ -51,7 +49,7 @@ def plan(weights: Weights, limit: int = BUCKET_BYTES) -> list[Bucket]:
 
 def size(bucket: Bucket) -> int:
     """Bytes of memory that a bucket takes."""
-    return max(ROW, _up(bucket[-1].offset + bucket[-1].nbytes, ROW))
+    return max(ALIGNMENT, _up(bucket[-1].offset + bucket[-1].nbytes, ALIGNMENT))
 
 
 def views(data: Tensor, bucket: Bucket) -> list[tuple[str, Tensor]]:
@@ -85,32 +83,27 @@ def fill(data: Tensor, bucket: Bucket, weights: Weights) -> None:
 
 @torch.no_grad()
 def digest(data: Tensor) -> Tensor:
-    """64 bits that depend on every bit of a bucket (uint8, a multiple of ``ROW``): an int64 of no dimension.
+    """64 bits that depend on every bit of a bucket (uint8, a multiple of ``ALIGNMENT``): an int64 of no dimension.
 
-    The same on every device. On a GPU it is computed while the caller goes on, in few kernels: to start them takes the
-    host longer than the GPU computes.
+    The same on every device. On a GPU it is computed while the caller goes on.
 
-    The bytes, read as a table of 64-bit words, are summed by row and by column (modulo 2^64, so in any order): one
-    changed word changes both kinds, two swapped words at least one. Each sum, its upper half laid over its lower, is
-    multiplied by a factor of its place, and the products are added up. It guards against errors, not against intent.
+    The 64-bit words of each ``ALIGNMENT`` bytes, in which there is never more than one tensor, are added up: all that
+    reads the whole bucket. The sums are multiplied by random odd numbers of their places, and the products added up
+    (modulo 2^64; multilinear hashing: Kaser and Lemire, arXiv:1202.4961). So a changed word is never missed, and a
+    wrong or misplaced piece hardly ever. It guards against errors, not against intent.
     """
-    table = data.view(torch.int64).view(-1, COLUMNS)
-    sums = torch.cat([table.sum(0), table.sum(1)])
-    return ((sums ^ (sums >> 32)) * _factors(len(sums), data.device)).sum()
+    sums = data.view(torch.int64).view(-1, ALIGNMENT // 8).sum(1)
+    count = len(sums)
+    return (sums * _factors(1 << (count - 1).bit_length(), data.device)[:count]).sum()
 
 
 @lru_cache
 def _factors(count: int, device: torch.device) -> Tensor:
-    """A number for each place, by the steps of MurmurHash3's finalizer (>> keeps the sign here).
-
-    Columns' are even and rows' odd, so that no bit is lost, and what a word adds to both never cancels itself out.
-    """
+    """A random odd number for each place, by the steps of MurmurHash3's finalizer (>> keeps the sign here)."""
     words = torch.arange(1, count + 1, device=device)
     for factor in (-0xAE502812AA7333, -0x3B314601E57A13AD):
         words = (words ^ (words >> 33)) * factor
-    words = (words ^ (words >> 33)) | 1
-    words[:COLUMNS] *= 2
-    return words
+    return (words ^ (words >> 33)) | 1
 
 
 def _up(number: int, multiple: int) -> int:
