@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import TrainerCallback
@@ -78,7 +80,7 @@ def trainer(
     Args:
         rows: with the user's message as ``prompt``; the reward gets the other fields.
         vllm: in the same process (``vllm_mode="colocate"``); else transformers' generate.
-        vllm_dtype: of its weights; "auto", as TRL has it, takes no float32 even of a checkpoint in float32.
+        vllm_dtype: of its weights; with "auto", which TRL leaves, a float32 checkpoint is not computed in float32.
         micro: samples in one forward and backward pass.
         max_prompt: tokens of the longest prompt.
         settings: more of ``GRPOConfig``.
@@ -108,9 +110,11 @@ def trainer(
         disable_tqdm=True,
         **defaults | settings,
     )
-    if vllm:  # TRL has no setting for it
-        vllm_generation.LLM = partial(vllm_generation.LLM, dtype=vllm_dtype)
-    made = GRPOTrainer(path, reward, args=config, train_dataset=Dataset.from_list(data), callbacks=[clock])
+    typed = (
+        patch.object(vllm_generation, "LLM", partial(vllm_generation.LLM, dtype=vllm_dtype)) if vllm else nullcontext()
+    )
+    with typed:  # TRL has no setting for it
+        made = GRPOTrainer(path, reward, args=config, train_dataset=Dataset.from_list(data), callbacks=[clock])
     if vllm:
         clock.watch_syncs(made.vllm_generation)
     return made

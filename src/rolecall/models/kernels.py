@@ -16,10 +16,10 @@ from rolecall.models.invariant import ALIGNED
 FEW, MANY, FLOAT = (64, 64, 128, 4, 3), (128, 128, 64, 8, 3), (64, 64, 16, 4, 3)
 MANY_ROWS = 1024  # from where on
 BAND = 8  # tiles of rows that are computed with one tile of the weights, which is then in the cache
-BLOCK, WARPS, STAGES = 64, 2, 2  # of attention: positions that a program reads at once
+BLOCK, WARPS, STAGES = 64, 2, 2  # of invariant attention: positions that a program reads at once
 CHUNK = 4096  # logits that a program reads at once
 
-LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = 2 ** (x LOG2_E), one product for a whole tile less
+LOG2_E = tl.constexpr(1.4426950408889634)  # GPUs have exp2 alone, so this goes into the scores' scale
 
 Where = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -146,37 +146,38 @@ def attend_pages(
     """Attention of queries (GROUP_PAD, WIDTH_PAD) to a head's positions ``start`` to ``stop`` - 1, a block at a time.
 
     ``pages``: pointer to the sequence's page numbers. ``first``: position before which nothing is seen; ``start`` is
-    the beginning of its block, or of a later one. Returns, a query: the largest score; the sum of the weights
-    2 ** (score - largest); the values' sum under these weights, (GROUP_PAD, WIDTH_PAD).
+    the beginning of its block, or of a later one. ``scale``: of the scores, times ``LOG2_E``; above 0. Returns, a
+    query: the largest score, so scaled; the sum of the weights 2 ** (score - largest); the values' sum under these
+    weights, (GROUP_PAD, WIDTH_PAD).
     """
-    inside, columns = tl.arange(0, BLOCK_SIZE), tl.arange(0, WIDTH_PAD)
+    steps, columns = tl.arange(0, BLOCK_SIZE), tl.arange(0, WIDTH_PAD)
     largest = tl.full([GROUP_PAD], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     mean = tl.zeros([GROUP_PAD, WIDTH_PAD], tl.float32)
     for begin in range(start, stop, BLOCK_SIZE):
-        where = begin + inside
+        where = begin + steps
         seen = where < stop
         if WINDOW > 0:
             seen &= where >= first
         if PAGE_SIZE % BLOCK_SIZE == 0:  # all of it lies in one page
             page = tl.load(pages + begin // PAGE_SIZE).to(tl.int64)
-            page = ((page * HEADS + head) * PAGE_SIZE + begin % PAGE_SIZE) * WIDTH
-            places = inside[:, None] * WIDTH + columns[None, :]
+            base = ((page * HEADS + head) * PAGE_SIZE + begin % PAGE_SIZE) * WIDTH
+            places = steps[:, None] * WIDTH + columns[None, :]
         else:
             page = tl.load(pages + where // PAGE_SIZE, mask=seen, other=0).to(tl.int64)[:, None]
-            page = ((page * HEADS + head) * PAGE_SIZE + (where % PAGE_SIZE)[:, None]) * WIDTH
+            base = ((page * HEADS + head) * PAGE_SIZE + (where % PAGE_SIZE)[:, None]) * WIDTH
             places = columns[None, :]
         real = seen[:, None]
         if WIDTH < WIDTH_PAD:
             real &= (columns < WIDTH)[None, :]
-            block = tl.load(keys + page + places, mask=real, other=0.0)
-        else:
-            block = tl.load(keys + page + places)  # in some page, also behind ``stop``
+            block = tl.load(keys + base + places, mask=real, other=0.0)
+        else:  # no mask: a page is memory to its end, and scores of what is not seen become -inf
+            block = tl.load(keys + base + places)
         scores = tl.dot(queries, tl.trans(block), input_precision=PRECISION)
         scores = tl.where(seen[None, :], scores, -float("inf"))
         higher = tl.maximum(largest, tl.max(scores, 1) * scale)
         weights, fade = tl.exp2(scores * scale - higher[:, None]), tl.exp2(largest - higher)
-        block = tl.load(values + page + places, mask=real, other=0.0)
+        block = tl.load(values + base + places, mask=real, other=0.0)  # masked: 0 x NaN is NaN
         mean = tl.dot(weights.to(block.dtype), block, mean * fade[:, None], input_precision=PRECISION)
         total = total * fade + tl.sum(weights, 1)
         largest = higher

@@ -12,7 +12,7 @@ from rolecall.errors import RunError
 from rolecall.training.sharding import whole
 
 BUCKET_BYTES = 512 * 2**20
-ALIGNMENT = 256  # bytes: every tensor starts where any dtype, and a GPU's widest load, may start
+ALIGNMENT = 256  # bytes: tensors start where any dtype, and a GPU's widest load, may start; also a digest's piece
 Weights = Iterable[tuple[str, Tensor]]
 
 
@@ -87,19 +87,23 @@ def digest(data: Tensor) -> Tensor:
 
     The same on every device. On a GPU it is computed while the caller goes on.
 
-    The 64-bit words of each ``ALIGNMENT`` bytes, in which there is never more than one tensor, are added up: all that
-    reads the whole bucket. The sums are multiplied by random odd numbers of their places, and the products added up
-    (modulo 2^64; multilinear hashing: Kaser and Lemire, arXiv:1202.4961). So a changed word is never missed, and a
-    wrong or misplaced piece hardly ever. It guards against errors, not against intent.
+    The 64-bit words of each ``ALIGNMENT`` bytes (none of which two tensors share) are added up: all that reads the
+    whole bucket. Each sum is mixed, one to one, multiplied by a random odd number of its place, and the products are
+    added up (modulo 2^64). So a changed word is never missed, and changes of several pieces hardly ever (once in 2^31);
+    words that change places within one piece are not seen. It guards against errors, not against intent.
     """
     sums = data.view(torch.int64).view(-1, ALIGNMENT // 8).sum(1)
+    sums ^= (sums >> 32) & 0xFFFFFFFF  # else the product would carry changes of high bits out of the 64
     count = len(sums)
     return (sums * _factors(1 << (count - 1).bit_length(), data.device)[:count]).sum()
 
 
 @lru_cache
 def _factors(count: int, device: torch.device) -> Tensor:
-    """A random odd number for each place, by the steps of MurmurHash3's finalizer (>> keeps the sign here)."""
+    """An odd number for each place, by the steps of MurmurHash3's finalizer (>> keeps the sign here).
+
+    Kept: a 32nd of the largest bucket. ``count``: powers of two alone, so that there are few of them.
+    """
     words = torch.arange(1, count + 1, device=device)
     for factor in (-0xAE502812AA7333, -0x3B314601E57A13AD):
         words = (words ^ (words >> 33)) * factor

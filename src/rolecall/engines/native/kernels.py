@@ -13,7 +13,8 @@ from rolecall.engines.native.sampling import Batch
 from rolecall.models.invariant import ALIGNED
 from rolecall.models.kernels import CHUNK, LOG2_E, attend_pages, contiguous_heads, padded_size, precision
 
-BLOCK, WARPS, STAGES = 32, 1, 3  # of attention: positions that a program reads at once; in a page, so by one number
+BLOCK, WARPS, STAGES = 32, 1, 3  # of attention: positions that a program reads at once
+assert PAGE % BLOCK == 0  # so that one page number finds them
 # Fewer (row, head) pairs do not fill the GPU: they are split along the sequence. Few ways, as each is compiled.
 SPLITS = ((512, 1), (128, 4), (0, 16))  # (least pairs, splits)
 
@@ -123,12 +124,12 @@ def _attend(
     heads = row * HEADS * GROUP + head * GROUP + members
     mine = query + row * query_stride + (head * GROUP + members[:, None]) * WIDTH
     queries = _turned(mine, query_norm, cos, sin, row, members[:, None] < GROUP, epsilon, WIDTH, WIDTH_PAD)
-    first, begin = 0, 0
+    first, aligned = 0, 0
     if WINDOW > 0:
         first = tl.maximum(0, position - WINDOW + 1)
-        begin = tl.where(first < position, first // BLOCK_SIZE * BLOCK_SIZE, position)  # a window of 1 sees no other
-    size = tl.cdiv(tl.cdiv(position - begin, SPLITS), BLOCK_SIZE) * BLOCK_SIZE
-    start = begin + split * size
+        aligned = tl.where(first < position, first // BLOCK_SIZE * BLOCK_SIZE, position)  # a window of 1 sees no other
+    size = tl.cdiv(tl.cdiv(position - aligned, SPLITS), BLOCK_SIZE) * BLOCK_SIZE
+    start = aligned + split * size
     stop = tl.minimum(start + size, position)
     largest, total, mean = attend_pages(
         queries, keys, values, table + row * table_stride, head, first, start, stop, scale * LOG2_E,
@@ -215,7 +216,7 @@ def draw(logits: Tensor, batch: Batch, ends: Tensor) -> tuple[Tensor, Tensor]:
     likeliest = batch.seeds.new_empty(n, chunks)
     tokens, logprobs = batch.seeds.new_empty(n), logits.new_empty(n)
     given = (logits, batch.temperature, ends, batch.counts, batch.min_tokens, sums, likeliest)
-    flags = {"HOT": batch.any_tempered, "EARLY": batch.any_min, "GREEDY": batch.any_greedy, "CHUNK_SIZE": CHUNK}
+    flags = {"TEMPERED": batch.any_tempered, "EARLY": batch.any_min, "GREEDY": batch.any_greedy, "CHUNK_SIZE": CHUNK}
     _sum_chunks[(n, chunks)](*given, size, **flags, num_warps=8)
     rest = (batch.greedy, batch.seeds, tokens, logprobs, size, chunks)
     _pick[(n,)](*given, *rest, CHUNKS=triton.next_power_of_2(chunks), **flags, num_warps=8)
@@ -224,14 +225,11 @@ def draw(logits: Tensor, batch: Batch, ends: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _scores(
-    logits, temperature, ends, counts, min_tokens, row, at, size, HOT: tl.constexpr, EARLY: tl.constexpr
+    logits, temperature, ends, counts, min_tokens, row, at, size, TEMPERED: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """Scores at some tokens of a row: -inf where an end-of-sequence token may not come yet.
-
-    ``HOT``: there are temperatures other than 1.
-    """
+    """Scores at some tokens of a row: -inf where an end-of-sequence token may not come yet."""
     scores = tl.load(logits + row * size + at, mask=at < size, other=-float("inf"))
-    if HOT:
+    if TEMPERED:
         scores /= tl.load(temperature + row)
     if EARLY:
         early = tl.load(counts + row) < tl.load(min_tokens + row)
@@ -250,7 +248,7 @@ def _sum_chunks(
     sums,
     likeliest,
     size,
-    HOT: tl.constexpr,
+    TEMPERED: tl.constexpr,
     EARLY: tl.constexpr,
     GREEDY: tl.constexpr,
     CHUNK_SIZE: tl.constexpr,
@@ -258,7 +256,7 @@ def _sum_chunks(
     """One program: the largest score of a row's chunk, and the sum of exp(score - largest)."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)
-    scores = _scores(logits, temperature, ends, counts, min_tokens, row, at, size, HOT, EARLY)
+    scores = _scores(logits, temperature, ends, counts, min_tokens, row, at, size, TEMPERED, EARLY)
     largest = tl.max(scores, 0)
     # A chunk with nothing allowed in it sums to 0, not to NaN.
     shift = tl.where(largest == -float("inf"), 0.0, largest)
@@ -284,7 +282,7 @@ def _pick(
     logprobs,
     size,
     chunks,
-    HOT: tl.constexpr,
+    TEMPERED: tl.constexpr,
     EARLY: tl.constexpr,
     GREEDY: tl.constexpr,
     CHUNK_SIZE: tl.constexpr,
@@ -307,7 +305,7 @@ def _pick(
     target -= tl.sum(tl.where(each < chunk, masses, 0.0), 0)
     inside = tl.arange(0, CHUNK_SIZE)
     at = chunk * CHUNK_SIZE + inside
-    scores = _scores(logits, temperature, ends, counts, min_tokens, row, at, size, HOT, EARLY)
+    scores = _scores(logits, temperature, ends, counts, min_tokens, row, at, size, TEMPERED, EARLY)
     weights = tl.exp(scores - largest).to(tl.float64)
     passed = (tl.cumsum(weights, 0) > target) & (weights > 0)
     place = tl.min(tl.where(passed, inside, CHUNK_SIZE), 0)
