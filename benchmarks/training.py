@@ -167,7 +167,7 @@ def _table(result: dict[str, Any]) -> str:
             "",
             "One layer of the 0.5B model under its vocabulary of 151,936, all tokens in one micro-batch:",
             "",
-            "| tokens | peak GiB | GiB of their logits, had they been kept |",
+            "| tokens | peak GiB | GiB of the responses' logits, had they been kept |",
             "|---|---|---|",
             *map(_head_line, sorted(head, key=lambda row: row["micro_tokens"])),
         ]
