@@ -57,8 +57,9 @@ def recipe(tmp_path, tiny_path):
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        (("--rollout.temperatur", 1), "Did you mean 'temperature'?"),
+        (("--rollout.temperatur", 1), "Did you mean 'rollout.temperature'?"),
         (("--rolout.temperature", 1), "Did you mean 'rollout'?"),
+        (("--resum", "yes"), "A run goes on with: rolecall train FOLDER/config.toml --resume."),
         (("--rollout.temperature", "hot"), "rollout.temperature = 'hot'"),
         (("--rollout.group_size", 2), "group_size is 2: grpo needs groups of at least 4"),
         (("--rollout.top_p", 0.9), "rollout.top_p = 0.9"),
@@ -86,7 +87,8 @@ def test_a_mistake_ends_the_process_with_2_and_one_message(recipe):
     command = [*COMMAND, "train", recipe, "--rollout.temperatur", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
-    assert done.stderr == "rolecall: Unknown configuration key 'rollout.temperatur'. Did you mean 'temperature'?\n"
+    hint = "Did you mean 'rollout.temperature'?"
+    assert done.stderr == f"rolecall: Unknown configuration key 'rollout.temperatur'. {hint}\n"
 
 
 def broken(body: str, folder: Path) -> list[str]:

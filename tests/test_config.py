@@ -35,7 +35,10 @@ def test_there_are_few_fields():
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"rollout": {"temperatur": 1}}, "Unknown configuration key 'rollout.temperatur'. Did you mean 'temperature'?"),
+        (
+            {"rollout": {"temperatur": 1}},
+            "Unknown configuration key 'rollout.temperatur'. Did you mean 'rollout.temperature'?",
+        ),
         ({"rolout": {}}, "Unknown configuration key 'rolout'. Did you mean 'rollout'?"),
         ({"rollout": {"xyz": 1}}, "Known: engine, group_size"),
         ({"algorithm": {"name": "gpo"}}, "algorithm.name = 'gpo': Input should be 'grpo', 'dr-grpo', 'dapo'"),
@@ -57,7 +60,7 @@ def test_there_are_few_fields():
         ({"algorithm": {"name": "rloo", "ratio": "sequence"}}, "has no ratio, so ratio = 'sequence' would do nothing."),
         ({"cluster": {"pools": {"a": {"roles": ["actor"]}}}}, "cluster.pools places no rollout, reward"),
         ({"cluster": {"pools": {"a": {"roles": ["actor", "actor", "rollout", "reward"]}}}}, "places actor more than"),
-        ({"cluster": {"pools": {"a": {"role": ["actor"]}}}}, "Did you mean 'roles'?"),
+        ({"cluster": {"pools": {"a": {"role": ["actor"]}}}}, "Did you mean 'cluster.pools.a.roles'?"),
         (
             {"rollout": {"tensor_parallel": 2}},
             "rollout.tensor_parallel = 2 is for rollout.engine = 'vllm', not 'native'",

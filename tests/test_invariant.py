@@ -25,6 +25,7 @@ from rolecall import models
 from rolecall.config import Config, Model
 from rolecall.engines.native.engine import NativeEngine
 from rolecall.engines.native.paged import PagedEngine
+from rolecall.engines.native.pages import PAGE
 from rolecall.errors import RunError, UserError
 from rolecall.loop.checks import bitwise
 from rolecall.models import Loaded, invariant
@@ -81,10 +82,10 @@ def build(kind: str, tokenizer: Any, dtype: torch.dtype = torch.float32, *, exac
     return Loaded(model, tokenizer, why, exact)
 
 
-def asked(temperature: float = 0.7) -> list[Request]:
-    """Prompts of one token to three pages, groups of one to four."""
-    sizes = [(1, 2), (31, 1), (33, 4), (70, 2)]
-    sampling = Sampling(20, temperature=temperature)
+def asked(temperature: float = 0.7, tokens: int = 20) -> list[Request]:
+    """Prompts of one token to three pages, at whose borders some end; groups of one to four."""
+    sizes = [(1, 2), (PAGE - 9, 1), (PAGE + 1, 4), (2 * PAGE + 6, 2)]
+    sampling = Sampling(tokens, temperature=temperature)
     return [Request(i, str(i), [3 + i] * size, n, 5, sampling) for i, (size, n) in enumerate(sizes)]
 
 
@@ -96,13 +97,18 @@ def same_bits(samples: list[Sample], rows: list[list[float]]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_engine_reports_the_actors_log_probabilities_bit_for_bit(tiny: Loaded, kind: str, dtype: torch.dtype):
+def test_the_engine_reports_the_actors_log_probabilities_bit_for_bit(
+    tiny: Loaded, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
     """Many rows and few, rows that give up their pages and are computed again; packed together and apart."""
-    loaded = build(kind, tiny.tokenizer, dtype)
-    first = PagedEngine(loaded, 64).generate(asked())
-    for most, pages in ((2, None), (8, 7)):
-        again = PagedEngine(loaded, most, pages).generate(asked())
+    loaded, long, left = build(kind, tiny.tokenizer, dtype), asked(tokens=PAGE + 20), []
+    leave = PagedEngine._leave
+    monkeypatch.setattr(PagedEngine, "_leave", lambda engine, waiting: (left.append(1), leave(engine, waiting)))
+    first = PagedEngine(loaded, 64).generate(long)
+    for most, pages in ((2, None), (8, 6)):
+        again = PagedEngine(loaded, most, pages).generate(long)
         assert [(s.response, s.logprobs) for s in again] == [(s.response, s.logprobs) for s in first]
+    assert left
     same_bits(first, sample_logprobs(loaded, first, 0.7, 10_000))
     same_bits(first, sample_logprobs(loaded, first[::-1], 0.7, 90)[::-1])
 

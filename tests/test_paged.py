@@ -333,8 +333,11 @@ def _shape(dtype: torch.dtype, heads: int = 4, kv_heads: int = 2, width: int = 1
     [
         (3, 4, 2, 16, None, torch.float32),
         (3, 4, 2, 8, None, torch.bfloat16),  # narrower than what a tensor core multiplies
-        (2, 14, 2, 64, None, torch.bfloat16),  # split along the sequence
-        (5, 6, 1, 80, 40, torch.bfloat16),  # a width that is no power of two, a window
+        (7, 14, 2, 64, None, torch.bfloat16),  # split along the sequence, in many parts and in few
+        (80, 14, 2, 64, None, torch.bfloat16),
+        (7, 6, 1, 80, 40, torch.bfloat16),  # a width that is no power of two, a window
+        (7, 4, 2, 16, 1, torch.float32),  # a window of the new token alone
+        (300, 4, 2, 16, 33, torch.float32),
         (600, 28, 4, 128, None, torch.bfloat16),
     ],
 )
@@ -346,14 +349,19 @@ def test_the_attention_kernel(rows: int, heads: int, kv_heads: int, width: int, 
     cache = Pages(_shape(dtype, heads, kv_heads, width))
     table, positions = filled(cache, rows, most)
     assert cache.pool is not None
+    positions[:7] = torch.tensor([0, 31, 32, 33, PAGE - 1, PAGE, PAGE + 1], device=DEVICE)[:rows]
+    places = torch.arange(most * PAGE, device=DEVICE).expand(rows, -1)
+    ahead = places >= positions[:, None]  # memory as it was found
+    cache.pool[:, :, table.long().gather(1, places // PAGE)[ahead], :, places[ahead] % PAGE] = torch.nan
     together = torch.randn(rows, heads + 2 * kv_heads, width, dtype=dtype, device=DEVICE)
     query, key, value = together.split((heads, kv_heads, kv_heads), 1)
     expected = cache.pool[1].double()
     wanted = attend_plainly(query.double(), key.double(), value.double(), expected, table, positions, 0.1, window)
-    where = cache.anchor, cache.offsets[1], cache.arrivals, table, positions
+    nowhere = torch.arange(most, device=DEVICE) > positions[:, None] // PAGE
+    where = cache.anchor, cache.offsets[1], cache.arrivals, table.masked_fill(nowhere, 10**6), positions
     got = paged_attention(query, key, value, *where, 0.1, window or 0)
     assert (got - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
-    assert torch.equal(cache.pool[1].double(), expected)  # the new keys and values, and nothing else
+    assert cache.pool[1].double().allclose(expected, 0, 0, equal_nan=True)  # new keys and values, and nothing else
 
 
 @pytest.mark.parametrize("rows", [1, 20])

@@ -581,8 +581,8 @@ def _explain(error: ValidationError) -> str:
     for item in error.errors():
         where = [str(part) for part in item["loc"]]
         if item["type"] == "extra_forbidden":
-            fields = _fields_at(where[:-1])
-            lines.append(f"Unknown configuration key {'.'.join(where)!r}.{nearest(where[-1], fields)}")
+            section, fields = "".join(f"{part}." for part in where[:-1]), _fields_at(where[:-1])
+            lines.append(f"Unknown configuration key {section + where[-1]!r}.{nearest(where[-1], fields, section)}")
         elif item["type"] == "value_error":
             lines.append(item["msg"].removeprefix("Value error, ") + ".")
         else:

@@ -24,11 +24,15 @@ class ProcessDied(RunError):
         self.process, self.happened = process, happened
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for a mistyped name: `` Did you mean 'temperature'?``, or the list of what is known."""
+def nearest(name: str, known: Iterable[str], within: str = "") -> str:
+    """A hint for a mistyped name: `` Did you mean 'temperature'?``, or the list of what is known.
+
+    Args:
+        within: what stands before the name where it is written out, such as ``"rollout."``.
+    """
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known) or 'none'}."
+    return f" Did you mean {within + close[0]!r}?" if close else f" Known: {', '.join(known) or 'none'}."
 
 
 def check_known(what: str, name: str, known: Iterable[str]) -> None:

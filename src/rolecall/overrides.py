@@ -1,5 +1,6 @@
 """How single values are written: on the command line as ``--section.key value``, and as TOML."""
 
+import difflib
 import json
 import tomllib
 from datetime import date, time
@@ -14,7 +15,9 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
     while rest:
         option = rest.pop(0)
         if not option.startswith("--") or "." not in option:
-            raise UserError(f"Cannot read {option!r}: overrides are written --section.key value.")
+            resume = difflib.get_close_matches(option, ["--resume"])
+            hint = " A run goes on with: rolecall train FOLDER/config.toml --resume." if resume else ""
+            raise UserError(f"Cannot read {option!r}: overrides are written --section.key value.{hint}")
         key, equals, text = option[2:].partition("=")
         if not equals:
             if not rest:

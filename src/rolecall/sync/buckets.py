@@ -90,7 +90,8 @@ def digest(data: Tensor) -> Tensor:
     The 64-bit words of each ``ALIGNMENT`` bytes (none of which two tensors share) are added up: all that reads the
     whole bucket. Each sum is mixed, one to one, multiplied by a random odd number of its place, and the products are
     added up (modulo 2^64). So a changed word is never missed, and changes of several pieces hardly ever (once in 2^31);
-    words that change places within one piece are not seen. It guards against errors, not against intent.
+    what leaves the sum of one piece as it was is not seen, such as two of its words that have changed places. It guards
+    against errors, not against intent.
     """
     sums = data.view(torch.int64).view(-1, ALIGNMENT // 8).sum(1)
     sums ^= (sums >> 32) & 0xFFFFFFFF  # else the product would carry changes of high bits out of the 64
@@ -102,7 +103,7 @@ def digest(data: Tensor) -> Tensor:
 def _factors(count: int, device: torch.device) -> Tensor:
     """An odd number for each place, by the steps of MurmurHash3's finalizer (>> keeps the sign here).
 
-    Kept: a 32nd of the largest bucket. ``count``: powers of two alone, so that there are few of them.
+    They are kept, at most an eighth of the largest bucket. ``count``: powers of two, so that there are few of them.
     """
     words = torch.arange(1, count + 1, device=device)
     for factor in (-0xAE502812AA7333, -0x3B314601E57A13AD):
