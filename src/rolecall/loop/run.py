@@ -250,5 +250,5 @@ def _where_to_start(run_dir: Path, resume: bool) -> Path | None:
             f"{run_dir} already holds a run. Continue it with --resume, or write elsewhere with --run.dir NEW."
         )
     if resume and not run_dir.is_dir():
-        raise UserError(f"Nothing to resume: {run_dir} does not exist. Start the run without --resume.")
+        raise UserError(f"Nothing to resume: {run_dir.absolute()} does not exist. Start the run without --resume.")
     return checkpoint.latest(run_dir) if resume else None
