@@ -21,7 +21,7 @@ from rolecall.roles.actor import Actor
 from rolecall.roles.rollout import Rollout
 from rolecall.samples import Request, Sampling
 from rolecall.sync import WeightSync
-from rolecall.sync.buckets import ALIGNMENT, digest, fill, plan, size, views
+from rolecall.sync.buckets import ALIGNMENT, ROW, digest, fill, plan, size, views
 from rolecall.sync.driver import choose
 from rolecall.sync.ends import Link, Receiver, Sender
 
@@ -58,7 +58,7 @@ def test_buckets_carry_every_tensor_exactly(tensors, limit):
         arrived += views(data, bucket)
         assert bucket[-1].offset + bucket[-1].nbytes <= limit or len(bucket) == 1
         assert all(entry.offset % ALIGNMENT == 0 for entry in bucket)
-        assert len(data) % ALIGNMENT == 0
+        assert len(data) % ROW == 0
     assert [name for name, _ in arrived] == list(tensors)
     for name, tensor in arrived:
         assert (tensor.dtype, tensor.shape) == (tensors[name].dtype, tensors[name].shape)
@@ -70,8 +70,8 @@ def test_a_plan_worked_out_by_hand():
     places = [[(entry.name, entry.offset, entry.nbytes) for entry in bucket] for bucket in plan(tensors.items(), 700)]
     assert places == [[("a", 0, 12), ("b", 256, 400)], [("c", 0, 256), ("d", 256, 4)]]
     assert len(plan(tensors.items(), 655)) == 3  # a and b would need 656
-    assert [size(bucket) for bucket in plan({"a": torch.zeros(65), "b": torch.zeros(1)}.items())] == [768]
-    assert [size(bucket) for bucket in plan({"a": torch.zeros(0)}.items())] == [ALIGNMENT]
+    assert [size(bucket) for bucket in plan({"a": torch.zeros(2049), "b": torch.zeros(1)}.items())] == [ROW]
+    assert [size(bucket) for bucket in plan({"a": torch.zeros(0)}.items())] == [ROW]
 
 
 @pytest.mark.parametrize(
@@ -83,48 +83,49 @@ def test_other_tensors_than_were_planned_are_not_packed(later):
         fill(torch.zeros(size(bucket), dtype=torch.uint8), bucket, iter(later.items()))
 
 
-@given(st.integers(0, 2**15 - 1), st.integers(0, 2**15 - 1), st.integers(0, 31))
-def test_flipped_bits_and_words_swapped_between_pieces_change_the_digest(here, there, bit):
-    tensor = torch.arange(2**15, dtype=torch.int32)
-    first, mask = digest(tensor.view(torch.uint8)), torch.tensor(1, dtype=torch.int32) << bit
+@given(st.integers(0, 2 * ROW // 4 - 1), st.integers(0, 2 * ROW // 4 - 1), st.integers(0, 31))
+def test_any_flipped_bits_and_any_swap_change_the_digest(here, there, bit):
+    tensor = torch.arange(2 * ROW // 4, dtype=torch.int32)
     flipped, twice, swapped = tensor.clone(), tensor.clone(), tensor.clone()
+    mask = torch.tensor(1, dtype=torch.int32) << bit
     flipped[here] ^= mask
     twice[[here, there]] ^= mask
     swapped[[here, there]] = tensor[[there, here]]
+    first = digest(tensor.view(torch.uint8))
     assert digest(flipped.view(torch.uint8)) != first
-    if here * 4 // ALIGNMENT != there * 4 // ALIGNMENT:
-        assert digest(twice.view(torch.uint8)) != first
-        assert digest(swapped.view(torch.uint8)) != first
+    assert digest(twice.view(torch.uint8)) != first
+    assert (digest(swapped.view(torch.uint8)) == first) == (here == there)
 
 
-def test_the_highest_bits_of_two_pieces_do_not_cancel_out():
-    """The sign of the last bfloat16 of a word is bit 63, of which a product by an odd number keeps only that."""
-    data = torch.zeros(1024, 32, dtype=torch.int64)
+def test_the_highest_bits_of_two_words_do_not_cancel_out():
+    """The sign of the last bfloat16 of a word is bit 63, which alone a product keeps of it; in one row, and in two."""
+    data = torch.zeros(4, ROW // 8, dtype=torch.int64)
     seen = {int(digest(data.view(-1).view(torch.uint8)))}
-    for other in range(1, 1024):
+    for row, column in [(row, column) for row in range(4) for column in range(0, ROW // 8, 31)][1:]:
         changed = data.clone()
-        changed[[0, other], 0] = -(2**63)
+        changed[0, 0] = changed[row, column] = -(2**63)
         seen.add(int(digest(changed.view(-1).view(torch.uint8))))
-    assert len(seen) == 1024
+    assert len(seen) == 4 * 265
 
 
 def test_a_digest_worked_out_by_hand():
-    """Three pieces of 32 words: all ones; ones and an eight; a sum of 2^33 - 32, whose upper half is 1."""
+    """Two rows of 8192 words: ones, and 2^28 - 1 with an eight. Columns add up to 2^28 (one to 9), rows to more."""
 
     def signed(word: int) -> int:
         return (word + 2**63) % 2**64 - 2**63
 
     def factor(place: int) -> int:
-        word = place
+        word = place + 1
         for step in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):  # MurmurHash3's
             word = signed((word ^ (word >> 33)) * step)
-        return (word ^ (word >> 33)) | 1
+        return ((word ^ (word >> 33)) | 1) * (2 if place < 8192 else 1)
 
-    words = torch.ones(3, 32, dtype=torch.int64)
+    words = torch.ones(2, 8192, dtype=torch.int64)
+    words[1] = 2**28 - 1
     words[1, 5] = 8
-    words[2] = 2**28 - 1
-    mixed = [32, 39, (2**33 - 32) ^ 1]
-    by_hand = signed(sum(total * factor(place) for place, total in enumerate(mixed, 1)))
+    long = 8191 * (2**28 - 1) + 8
+    sums = [2**28] * 5 + [9] + [2**28] * 8186 + [8192, long ^ (long >> 32)]
+    by_hand = signed(sum(total * factor(place) for place, total in enumerate(sums)))
     assert digest(words.view(-1).view(torch.uint8)) == by_hand
 
 
@@ -138,7 +139,7 @@ def test_tied_weights_travel_once(tiny_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_digest_is_the_same_on_a_gpu():
-    data = torch.randint(0, 256, (2**21,), dtype=torch.uint8)
+    data = torch.randint(0, 256, (40 * ROW,), dtype=torch.uint8)
     assert int(digest(data.cuda())) == int(digest(data))
 
 

@@ -12,7 +12,9 @@ from rolecall.errors import RunError
 from rolecall.training.sharding import whole
 
 BUCKET_BYTES = 512 * 2**20
-ALIGNMENT = 256  # bytes: tensors start where any dtype, and a GPU's widest load, may start; also a digest's piece
+ALIGNMENT = 256  # bytes: every tensor starts where any dtype, and a GPU's widest load, may start
+ROW = 2**16  # bytes: a bucket is a whole number of these, see ``digest``
+COLUMNS = ROW // 8  # 64-bit words
 Weights = Iterable[tuple[str, Tensor]]
 
 
@@ -49,7 +51,7 @@ def plan(weights: Weights, limit: int = BUCKET_BYTES) -> list[Bucket]:
 
 def size(bucket: Bucket) -> int:
     """Bytes of memory that a bucket takes."""
-    return max(ALIGNMENT, _up(bucket[-1].offset + bucket[-1].nbytes, ALIGNMENT))
+    return max(ROW, _up(bucket[-1].offset + bucket[-1].nbytes, ROW))
 
 
 def views(data: Tensor, bucket: Bucket) -> list[tuple[str, Tensor]]:
@@ -83,32 +85,33 @@ def fill(data: Tensor, bucket: Bucket, weights: Weights) -> None:
 
 @torch.no_grad()
 def digest(data: Tensor) -> Tensor:
-    """64 bits that depend on every bit of a bucket (uint8, a multiple of ``ALIGNMENT``): an int64 of no dimension.
+    """64 bits that depend on every bit of a bucket (uint8, a multiple of ``ROW``): an int64 of no dimension.
 
-    The same on every device. On a GPU it is computed while the caller goes on.
+    The same on every device. On a GPU it is computed while the caller goes on, in few kernels: to start many takes the
+    host longer than the GPU computes.
 
-    The 64-bit words of each ``ALIGNMENT`` bytes (none of which two tensors share) are added up: all that reads the
-    whole bucket. Each sum is mixed, one to one, multiplied by a random odd number of its place, and the products are
-    added up (modulo 2^64). So a changed word is never missed, and changes of several pieces hardly ever (once in 2^31);
-    what leaves the sum of one piece as it was is not seen, such as two of its words that have changed places. It guards
-    against errors, not against intent.
+    The bytes, read as a table of 64-bit words, are summed by row and by column (modulo 2^64, so in any order): one
+    changed word changes both kinds, two swapped words at least one. Each sum is mixed, one to one, multiplied by a
+    factor of its place, and the products are added up. It guards against errors, not against intent.
     """
-    sums = data.view(torch.int64).view(-1, ALIGNMENT // 8).sum(1)
+    table = data.view(torch.int64).view(-1, COLUMNS)
+    sums = torch.cat([table.sum(0), table.sum(1)])
     sums ^= (sums >> 32) & 0xFFFFFFFF  # else the product would carry changes of high bits out of the 64
-    count = len(sums)
-    return (sums * _factors(1 << (count - 1).bit_length(), data.device)[:count]).sum()
+    return (sums * _factors(len(sums), data.device)).sum()
 
 
 @lru_cache
 def _factors(count: int, device: torch.device) -> Tensor:
-    """An odd number for each place, by the steps of MurmurHash3's finalizer (>> keeps the sign here).
+    """A number for each place, by the steps of MurmurHash3's finalizer (>> keeps the sign here).
 
-    They are kept, at most an eighth of the largest bucket. ``count``: powers of two, so that there are few of them.
+    Columns' are even and rows' odd, so that what a word changes in both does not cancel out.
     """
     words = torch.arange(1, count + 1, device=device)
     for factor in (-0xAE502812AA7333, -0x3B314601E57A13AD):
         words = (words ^ (words >> 33)) * factor
-    return (words ^ (words >> 33)) | 1
+    words = (words ^ (words >> 33)) | 1
+    words[:COLUMNS] *= 2
+    return words
 
 
 def _up(number: int, multiple: int) -> int:
