@@ -91,6 +91,22 @@ def coin(prompts: list[str], responses: list[str], rows: list[dict]) -> list[flo
 
 @pytest.mark.slow
 @needs_vllm
+def test_the_demo_takes_two_steps_with_vllm(tmp_path, local_ray):
+    """Its own 135M model, on few and short samples."""
+    overrides = {
+        "rollout.engine": "vllm", "rollout.prompts": 2, "rollout.group_size": 4, "rollout.max_tokens": 8,
+        "reward.function": f"{__name__}:coin", "algorithm.watch_kl": False, "data.holdout": 0,
+        "run.dir": str(tmp_path / "run"), "run.steps": 2,
+    }  # fmt: skip
+    finished = rolecall.train(Config.load(Path(rolecall.__file__).with_name("demo.toml"), overrides))
+    assert [line["sync/version"] for line in finished.metrics] == [1, 2]
+    assert {line["sync/bytes"] for line in finished.metrics} == {4 * 134_515_008}
+    assert max(line["mismatch/mean"] for line in finished.metrics) < 1e-4
+    assert min(line["policy/grad_norm"] for line in finished.metrics) > 0
+
+
+@pytest.mark.slow
+@needs_vllm
 def test_vllm_over_two_processes_agrees_with_the_actor(tmp_path, smollm2_small, local_ray):
     """Each holds half of every layer; what a sync brings is split between them, and both change at once.
 
